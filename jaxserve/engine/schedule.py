@@ -1,0 +1,70 @@
+"""What the scheduler hands to the runner and what it gets back: plain data, no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from jaxserve.engine.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step.
+
+    Args:
+        sequence: Its ``page_ids`` already cover ``start + num_tokens`` tokens.
+        start: Position of its first token in this step; equals ``sequence.num_computed_tokens``.
+        num_tokens: Tokens of ``sequence.token_ids`` from ``start`` on to run, ``>= 1``.
+        samples: Whether a token is sampled after its last one: true when the step reaches the end of ``token_ids``.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: first every sequence with ``num_tokens == 1``, then prefill chunks of two or more tokens.
+
+    Args:
+        sequences: At most ``max_num_seqs``, no sequence twice; empty when there is nothing to do.
+        num_decodes: How many of them, at the front, have ``num_tokens == 1``.
+        num_tokens: Sum of their ``num_tokens``, at most the token budget.
+        preempted: Sequences that lost their pages to make this step possible.
+    """
+
+    sequences: tuple[ScheduledSequence, ...]
+    num_decodes: int
+    num_tokens: int
+    preempted: tuple[Sequence, ...] = ()
+
+
+class PendingStep(Protocol):
+    """A step under way on the device."""
+
+    def fetch(self) -> SequenceOf[int]:
+        """Waits for the step. Returns one token id for each scheduled sequence, in order; the value of one that does not sample has no meaning."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs schedules on a device (or pretends to). The engine owns exactly one and calls it from one thread."""
+
+    num_pages: int
+    """Pages of the pool."""
+    page_size: int
+    """Slots of one page."""
+    max_num_seqs: int
+    """Sequence slots."""
+
+    def warmup(self) -> None:
+        """Compiles every bucket. Afterwards ``dispatch`` compiles nothing."""
+        ...
+
+    def dispatch(self, schedule: Schedule) -> PendingStep:
+        """Starts one step of a schedule that is not empty, without waiting for it. Steps run in the order of dispatch."""
+        ...

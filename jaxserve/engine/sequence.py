@@ -1,0 +1,50 @@
+"""The state of one request inside the engine. Plain Python; imports no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from jaxserve.request import FinishReason, Request
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    """Not admitted, or preempted: holds no slot and no page."""
+    RUNNING = "running"
+    """Holds a slot and pages."""
+    FINISHED = "finished"
+    """Holds nothing."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sequence:
+    """A request's tokens, pages and progress. Mutated by the scheduler alone.
+
+    Args:
+        request: What it came from.
+        seed: The 32-bit seed of its randomness.
+        token_ids: Prompt and generated tokens so far.
+        num_prompt_tokens: Length of the prompt.
+        max_tokens: Most tokens to generate, already resolved against the context length.
+        num_computed_tokens: Tokens whose keys and values are in the pool. A decode has ``len(token_ids) - 1`` of them.
+        page_ids: Pages held, in order of position.
+        slot: Index into the device's per-sequence state while RUNNING, else -1.
+        num_preemptions: How often it lost its pages.
+    """
+
+    request: Request
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    num_computed_tokens: int = 0
+    page_ids: list[int] = dataclasses.field(default_factory=list)
+    slot: int = -1
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens

@@ -1,0 +1,78 @@
+"""Every error that jaxserve raises on purpose. ``serving/error_table.py`` maps them to HTTP status and gRPC code; no other place does.
+
+A message says what was wrong, the value met, and what is allowed. "No space in the pool" is a return value, not an error.
+"""
+
+
+class JaxserveError(Exception):
+    """Root of all errors that are meant for a user's eyes."""
+
+
+class ConfigError(JaxserveError):
+    """A configuration key or value that cannot be used; the message holds the full key path."""
+
+
+class ModelError(JaxserveError):
+    """A model that cannot be served: unsupported architecture or attribute, or a broken checkpoint."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture, or an attribute of its config that changes the maths, that jaxserve does not implement."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint whose bytes or keys are not what the model needs: truncated, misshapen, missing, extra, unknown type."""
+
+
+class ModelUnavailableError(ModelError):
+    """MODEL names nothing that can be found, or fetching it failed."""
+
+
+class RequestError(JaxserveError):
+    """A request that is refused at the door.
+
+    Args:
+        message: What was wrong, the value, and what is allowed.
+        param: Name of the request field at fault, as the client spelled it.
+        code: Stable machine-readable reason, in OpenAI's vocabulary where it has one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class InvalidRequestError(RequestError):
+    """A field with a wrong type or value, an unknown field, or one that jaxserve does not implement."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt, or prompt plus ``max_tokens``, longer than the context length or than the page pool can ever hold."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that this server does not serve."""
+
+
+class UnauthenticatedError(RequestError):
+    """No API key, or a wrong one."""
+
+
+class PayloadTooLargeError(RequestError):
+    """The request body is larger than the server accepts."""
+
+
+class EngineError(JaxserveError):
+    """The engine cannot take or finish a request, through no fault of the client's."""
+
+
+class EngineNotReadyError(EngineError):
+    """The engine is still starting, or is draining and admits nothing new."""
+
+
+class EngineDeadError(EngineError):
+    """The engine stopped after an internal error; it will answer nothing any more."""

@@ -1,0 +1,149 @@
+"""What a client asks for and what it gets back, as plain data. No tokenizer, no transport, no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxserve.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_SEED = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end. Field names are those of the OpenAI and vLLM APIs.
+
+    The order of operations is: temperature, then top-k, then top-p, then min-p, each on what the one before left.
+    Randomness is a function of ``seed`` and the token's position alone.
+
+    Args:
+        temperature: Divides the logits; ``>= 0``. 0 is greedy: the lowest id among the largest logits.
+        top_k: Keep the ``top_k`` most likely tokens; 0 or -1 keeps all.
+        top_p: Keep the smallest set of most likely tokens whose probability reaches ``top_p``; in ``(0, 1]``.
+        min_p: Drop tokens less likely than ``min_p`` times the most likely one; in ``[0, 1]``.
+        seed: ``None`` draws a fresh seed for the request; else in ``[-2**63, 2**63)``.
+        max_tokens: Most tokens to generate, ``>= 1``; ``None`` means up to the context length.
+        stop: Texts that end the generation where they first appear in the generated text.
+        stop_token_ids: Token ids that end the generation, beside the model's own EOS ids.
+        include_stop_str_in_output: Keep the matched stop text in the output.
+        ignore_eos: Go on past the model's EOS ids (``stop_token_ids`` still end it).
+        skip_special_tokens: Leave special tokens out of the text.
+
+    Raises:
+        InvalidRequestError: A value out of its range; ``param`` names the field.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number(self.temperature, "temperature", low=0.0, high=1e4)
+        _check_number(self.top_p, "top_p", low=0.0, high=1.0, open_low=True)
+        _check_number(self.min_p, "min_p", low=0.0, high=1.0)
+        _check_int(self.top_k, "top_k", low=-1, high=2**31 - 1)
+        if self.seed is not None:
+            _check_int(self.seed, "seed", low=-MAX_SEED - 1, high=MAX_SEED)
+        if self.max_tokens is not None:
+            _check_int(self.max_tokens, "max_tokens", low=1, high=2**31 - 1)
+        _check_stops(self.stop, self.stop_token_ids)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt to continue, already tokenised and validated.
+
+    Args:
+        request_id: Unique among the requests in flight.
+        prompt_token_ids: At least one id, each in ``[0, V)``.
+        params: See :class:`SamplingParams`.
+        arrival_s: ``time.monotonic()`` at the door, in seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Token counts of one request. ``completion_tokens`` counts every generated token, a final EOS or stop id included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """What one step added to one request. The concatenation of all ``text`` is the whole text, of all ``token_ids`` the whole output.
+
+    Args:
+        request_id: The request this belongs to.
+        token_ids: New generated ids; empty when only held-back text is released.
+        text: New text. Text that may yet turn out to be a stop string or half a character is held back.
+        finish_reason: ``None`` while running. Exactly one output of a request has a reason, and it is the last one.
+        stop_reason: The stop string or stop token id that ended it; ``None`` for EOS, length and others.
+        usage: Counts so far.
+        error: For ``finish_reason == "error"``: what went wrong.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    usage: Usage
+    error: str | None = None
+
+
+def _check_number(value: object, name: str, *, low: float, high: float, open_low: bool = False) -> None:
+    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequestError(f"{name} must be a number in {bounds}, got {value!r}", param=name)
+    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        raise InvalidRequestError(f"{name} must be in {bounds}, got {value!r}", param=name)
+
+
+def _check_int(value: object, name: str, *, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", param=name)
+
+
+def _check_stops(stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    for text in stop:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequestError(f"each stop must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, got {text!r:.80}", param="stop")
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(f"stop_token_ids holds {len(stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed", param="stop_token_ids")
+    for token_id in stop_token_ids:
+        _check_int(token_id, "stop_token_ids", low=0, high=2**31 - 1)

@@ -1,0 +1,111 @@
+"""The one declaration of every parameter: shape, logical axes, initialiser, and the checkpoint tensors that fill it.
+
+NNX modules, abstract shapes, shardings, random weights and all loaders derive from :func:`param_specs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxserve.models.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One checkpoint tensor's place in a parameter. The tensor, in row-major order, fills ``param[into]``: a reshape, never a transpose.
+
+    Args:
+        name: Hugging Face tensor name; ``{layer}`` stands for the layer index.
+        shape: The tensor's shape in the checkpoint.
+        into: Index of the destination in one layer's parameter, one slice an axis; the first axes select, so leading rows of the tensor are leading rows there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    into: tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter.
+
+    Args:
+        shape: Of one layer where ``per_layer``, else of the whole.
+        axes: The logical axis of each dimension: a name that sharding rules map to mesh axes, or ``None``.
+        per_layer: Whether there is one for each layer: stacked ``[L, *shape]`` or L leaves.
+        init: For random weights: ``normal`` has standard deviation ``fan_in ** -0.5``, fan-in being the last axis.
+        pieces: Checkpoint tensors that together fill it exactly once.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    per_layer: bool
+    init: Literal["normal", "zeros", "ones"]
+    pieces: tuple[Piece, ...]
+
+
+def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
+    """Every parameter of the model by its dotted path in the module tree, ``embed``, ``layers.qkv``, …, in a fixed order.
+
+    Projections are stored ``[out…, in…]`` and contracted over their last axes (5 to 20% faster on CPU, and the checkpoint's own order).
+    Queries, keys and values are one array grouped by KV head, ``[K, G+2, H, D]``: sharded on K it needs no permute,
+    which a plain concatenation does.
+    """
+    D, N, K, G, H, F, V = spec.width, spec.num_heads, spec.num_kv_heads, spec.group_size, spec.head_dim, spec.mlp_width, spec.vocab_size
+    layer = "model.layers.{layer}."
+    full = slice(None)
+    norm_init: Literal["zeros", "ones"] = "zeros" if spec.norm_offset else "ones"
+
+    def whole(name: str, shape: tuple[int, ...], checkpoint_shape: tuple[int, ...] | None = None) -> tuple[Piece, ...]:
+        return (Piece(name=name, shape=checkpoint_shape or shape, into=(full,) * len(shape)),)
+
+    def norm(name: str, size: int, *, per_layer: bool = True) -> ParamSpec:
+        return ParamSpec(shape=(size,), axes=(None,), per_layer=per_layer, init=norm_init, pieces=whole(name, (size,)))
+
+    specs: dict[str, ParamSpec] = {}
+    specs["embed"] = ParamSpec(shape=(V, D), axes=("vocab", None), per_layer=False, init="normal", pieces=whole("model.embed_tokens.weight", (V, D)))
+    attention = layer + "self_attn."
+    qkv_index = {"q": slice(0, G), "k": slice(G, G + 1), "v": slice(G + 1, G + 2)}
+    specs["layers.input_norm"] = norm(layer + "input_layernorm.weight", D)
+    specs["layers.qkv"] = ParamSpec(
+        shape=(K, G + 2, H, D), axes=("kv_heads", None, None, None), per_layer=True, init="normal",
+        pieces=tuple(
+            Piece(name=f"{attention}{x}_proj.weight", shape=((N if x == "q" else K) * H, D), into=(full, index, full, full)) for x, index in qkv_index.items()
+        ),
+    )  # fmt: skip
+    if spec.qkv_bias:
+        specs["layers.qkv_bias"] = ParamSpec(
+            shape=(K, G + 2, H), axes=("kv_heads", None, None), per_layer=True, init="zeros",
+            pieces=tuple(Piece(name=f"{attention}{x}_proj.bias", shape=((N if x == "q" else K) * H,), into=(full, index, full)) for x, index in qkv_index.items()),
+        )  # fmt: skip
+    if spec.qk_norm:
+        specs["layers.q_norm"] = norm(attention + "q_norm.weight", H)
+        specs["layers.k_norm"] = norm(attention + "k_norm.weight", H)
+    specs["layers.o"] = ParamSpec(
+        shape=(D, K, G, H), axes=(None, "kv_heads", None, None), per_layer=True, init="normal", pieces=whole(attention + "o_proj.weight", (D, K, G, H), (D, N * H))
+    )
+    if spec.o_bias:
+        specs["layers.o_bias"] = ParamSpec(shape=(D,), axes=(None,), per_layer=True, init="zeros", pieces=whole(attention + "o_proj.bias", (D,)))
+    if spec.post_norms:
+        specs["layers.post_attention_norm"] = norm(layer + "post_attention_layernorm.weight", D)
+        specs["layers.mlp_norm"] = norm(layer + "pre_feedforward_layernorm.weight", D)
+        specs["layers.post_mlp_norm"] = norm(layer + "post_feedforward_layernorm.weight", D)
+    else:
+        specs["layers.mlp_norm"] = norm(layer + "post_attention_layernorm.weight", D)
+    gate_up = {"gate": slice(0, 1), "up": slice(1, 2)}
+    specs["layers.gate_up"] = ParamSpec(
+        shape=(2, F, D), axes=(None, "mlp", None), per_layer=True, init="normal",
+        pieces=tuple(Piece(name=f"{layer}mlp.{x}_proj.weight", shape=(F, D), into=(index, full, full)) for x, index in gate_up.items()),
+    )  # fmt: skip
+    specs["layers.down"] = ParamSpec(shape=(D, F), axes=(None, "mlp"), per_layer=True, init="normal", pieces=whole(layer + "mlp.down_proj.weight", (D, F)))
+    if spec.mlp_bias:
+        specs["layers.gate_up_bias"] = ParamSpec(
+            shape=(2, F), axes=(None, "mlp"), per_layer=True, init="zeros",
+            pieces=tuple(Piece(name=f"{layer}mlp.{x}_proj.bias", shape=(F,), into=(index, full)) for x, index in gate_up.items()),
+        )  # fmt: skip
+        specs["layers.down_bias"] = ParamSpec(shape=(D,), axes=(None,), per_layer=True, init="zeros", pieces=whole(layer + "mlp.down_proj.bias", (D,)))
+    specs["final_norm"] = norm("model.norm.weight", D, per_layer=False)
+    if not spec.tied:
+        specs["head"] = ParamSpec(shape=(V, D), axes=("vocab", None), per_layer=False, init="normal", pieces=whole("lm_head.weight", (V, D)))
+    return specs
