@@ -6,9 +6,16 @@ NNX modules, abstract shapes, shardings, random weights and all loaders derive f
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from jaxserve.models.spec import ModelSpec
+
+Params = dict[str, Any]
+"""A plain nested dict, keyed by the parts of the paths of :func:`param_specs`. ``params["layers"]`` is a dict of stacked ``[L, …]`` arrays or a list of L dicts."""
+
+LayersForm = Literal["scan", "unroll"]
+"""``scan``: each per-layer parameter is one stacked array. ``unroll``: each layer has its own arrays."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,7 @@ class ParamSpec:
         shape: Of one layer where ``per_layer``, else of the whole.
         axes: The logical axis of each dimension: a name that sharding rules map to mesh axes, or ``None``.
         per_layer: Whether there is one for each layer: stacked ``[L, *shape]`` or L leaves.
-        init: For random weights: ``normal`` has standard deviation ``fan_in ** -0.5``, fan-in being the last axis.
+        init: For random weights: ``normal`` has standard deviation ``fan_in ** -0.5``.
         pieces: Checkpoint tensors that together fill it exactly once.
     """
 
@@ -43,6 +50,29 @@ class ParamSpec:
     per_layer: bool
     init: Literal["normal", "zeros", "ones"]
     pieces: tuple[Piece, ...]
+
+    @property
+    def fan_in(self) -> int:
+        """How many inputs an output sums over: the last axis of the ``[out, in]`` checkpoint tensors."""
+        return self.pieces[0].shape[-1]
+
+
+def build_params(spec: ModelSpec, layers: LayersForm, make: Callable[[str, ParamSpec, int | None], Any]) -> Params:
+    """A tree of the model's parameters, each leaf from ``make``.
+
+    Args:
+        spec: The model.
+        layers: Form of the per-layer parameters.
+        make: Called with path, declaration and layer index; the index is ``None`` for a stacked parameter and for one that is not a layer's.
+    """
+    declared = param_specs(spec)
+    params: Params = {path: make(path, param, None) for path, param in declared.items() if not param.per_layer}
+    per_layer = {path.removeprefix("layers."): (path, param) for path, param in declared.items() if param.per_layer}
+    if layers == "scan":
+        params["layers"] = {name: make(path, param, None) for name, (path, param) in per_layer.items()}
+    else:
+        params["layers"] = [{name: make(path, param, layer) for name, (path, param) in per_layer.items()} for layer in range(spec.num_layers)]
+    return params
 
 
 def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:

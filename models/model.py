@@ -1,0 +1,136 @@
+"""A decoder as pure functions over a plain tree of parameters. NNX modules are taken apart and put together here, when tracing; no NNX object is passed to jit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.kernels_pallas.ragged_paged_attention.api import NO_WINDOW, KVPool
+from jaxserve.models.layers import Attend, DecoderLayer, Stem, rope_tables
+from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs
+from jaxserve.models.spec import ModelSpec
+
+_SPREAD = 0.1
+"""Standard deviation of random norm weights (about their neutral value) and biases."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder without its parameters: cheap, hashable, no arrays. Made by :func:`build_model`.
+
+    Args:
+        spec: What the decoder is.
+        dtype: Of parameters and of the residual stream.
+        layers: ``scan`` runs one compiled layer over stacked parameters, ``unroll`` compiles each with its own.
+        layer_graph: Static part of one layer.
+        stem_graph: Static part of what stands around the layers.
+    """
+
+    spec: ModelSpec
+    dtype: jnp.dtype
+    layers: LayersForm
+    layer_graph: nnx.GraphDef[DecoderLayer]
+    stem_graph: nnx.GraphDef[Stem]
+
+    def abstract_params(self) -> Params:
+        """The parameters' shapes and dtypes, as ``jax.ShapeDtypeStruct``."""
+        return build_params(self.spec, self.layers, lambda path, param, layer: jax.ShapeDtypeStruct(self._shape(param, layer), self.dtype))
+
+    def random_params(self, seed: int, *, randomize_all: bool = False) -> Params:
+        """Random parameters: the same values for both forms of the layers.
+
+        Args:
+            seed: Any 32-bit integer.
+            randomize_all: Also norms and biases, which are otherwise at their neutral values.
+        """
+        keys = {path: jax.random.fold_in(jax.random.key(seed), index) for index, path in enumerate(param_specs(self.spec))}
+
+        def make(path: str, param: ParamSpec, layer: int | None) -> Array:
+            draw = jax.jit(lambda key: _random(key, param, randomize_all).astype(self.dtype))
+            if not param.per_layer:
+                return draw(keys[path])
+            if layer is not None:
+                return draw(jax.random.fold_in(keys[path], layer))
+            return jax.vmap(draw)(jax.vmap(lambda index: jax.random.fold_in(keys[path], index))(jnp.arange(self.spec.num_layers)))
+
+        return build_params(self.spec, self.layers, make)
+
+    def forward(
+        self, params: Params, token_ids_T: Int32[Array, "T"], positions_T: Int32[Array, "T"], pool: KVPool, attend: Attend
+    ) -> tuple[Float[Array, "T D"], KVPool]:
+        """Runs the layers over packed tokens. Pure; call it under jit.
+
+        Args:
+            params: As :meth:`abstract_params` lays them out.
+            token_ids_T: Tokens of all sequences on one axis; padding may hold any id in range. Use two rows or more: one takes another path on CPU.
+            positions_T: Position of each token in its sequence.
+            pool: Keys and values of all layers; handed to ``attend`` layer by layer.
+            attend: Attention over the step's batch.
+
+        Returns:
+            The final-normed residual stream in the model dtype, for :meth:`logits`, and the pool.
+        """
+        stem = self._stem(params)
+        x_TD = stem.embeddings(token_ids_T)
+        cos_CTR, sin_CTR = rope_tables(self.spec, positions_T)
+        windows = [NO_WINDOW if layer.window is None else layer.window for layer in self.spec.layers]
+        ropes = [layer.rope for layer in self.spec.layers]
+
+        def run(layer_params: Mapping[str, Array], x_TD: Array, pool: KVPool, layer: Any, window: Any, rope: Any) -> tuple[Array, KVPool]:
+            module = nnx.merge(self.layer_graph, layer_params)
+            return module(x_TD, cos_CTR[rope], sin_CTR[rope], pool, attend, layer, window)
+
+        if self.layers == "unroll":
+            for layer, layer_params in enumerate(params["layers"]):
+                x_TD, pool = run(layer_params, x_TD, pool, layer, windows[layer], ropes[layer])
+        else:
+            # The pool is carried: as scan input and output XLA keeps a second whole pool. Window and rope kind are data, so layers that differ share a body.
+            def body(carry: tuple[Array, KVPool], xs: tuple[Mapping[str, Array], Array, Array, Array]) -> tuple[tuple[Array, KVPool], None]:
+                layer_params, layer, window, rope = xs
+                return run(layer_params, *carry, layer, window, rope if len(self.spec.ropes) > 1 else 0), None
+
+            numbers = (jnp.arange(self.spec.num_layers, dtype=jnp.int32), jnp.asarray(windows, jnp.int32), jnp.asarray(ropes, jnp.int32))
+            (x_TD, pool), _ = jax.lax.scan(body, (x_TD, pool), (params["layers"], *numbers))
+        return stem.final(x_TD), pool
+
+    def logits(self, params: Params, x_BD: Float[Array, "B D"]) -> Float32[Array, "B V"]:
+        """Output logits of rows of :meth:`forward`'s result, in float32, the final soft cap applied."""
+        return self._stem(params).logits(x_BD)
+
+    def _stem(self, params: Params) -> Stem:
+        return nnx.merge(self.stem_graph, {name: value for name, value in params.items() if name != "layers"})
+
+    def _shape(self, param: ParamSpec, layer: int | None) -> tuple[int, ...]:
+        return (self.spec.num_layers, *param.shape) if param.per_layer and layer is None else param.shape
+
+
+def build_model(spec: ModelSpec, *, dtype: Any, layers: Literal["scan", "unroll"]) -> Model:
+    """The model of a spec.
+
+    Args:
+        spec: What the decoder is.
+        dtype: Of parameters and residual stream: anything that numpy takes for a dtype, such as ``"bfloat16"``.
+        layers: Form of the layers and of their parameters.
+    """
+    dtype = jnp.dtype(dtype)
+    layer: dict[str, jax.ShapeDtypeStruct] = {}
+    stem: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, param in param_specs(spec).items():
+        values = layer if param.per_layer else stem
+        values[path.removeprefix("layers.")] = jax.ShapeDtypeStruct(param.shape, dtype)
+    layer_graph, _ = nnx.split(DecoderLayer(spec, layer))
+    stem_graph, _ = nnx.split(Stem(spec, stem))
+    return Model(spec=spec, dtype=dtype, layers=layers, layer_graph=layer_graph, stem_graph=stem_graph)
+
+
+def _random(key: Array, param: ParamSpec, randomize_all: bool) -> Array:
+    if param.init == "normal":
+        return jax.random.normal(key, param.shape) * param.fan_in**-0.5
+    neutral = 1.0 if param.init == "ones" else 0.0
+    return neutral + _SPREAD * jax.random.normal(key, param.shape) if randomize_all else jnp.full(param.shape, neutral)
