@@ -1,0 +1,127 @@
+"""Choosing the next token from logits, on the device, each row by its own parameters. Pure functions of arrays; no sort of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt32
+
+from jaxserve.dims import round_up
+
+CHUNK = 256
+"""Vocabulary entries of one chunk of the two-level searches. On CPU an argmax over V = 49,152 in one level took 3.5 ms for 32 rows, in two 0.13."""
+
+_ONE_BITS = 0x3F800000
+"""float32 1.0 as an integer: the bits of floats in [0, 1] are ordered as the floats are."""
+
+
+class SamplingArrays(NamedTuple):
+    """Sampling parameters of a step's rows. A greedy row has temperature 0; ``top_k`` is V or more where it is off."""
+
+    temperature_B: Float[Array, "B"]
+    top_k_B: Int32[Array, "B"]
+    top_p_B: Float[Array, "B"]
+    min_p_B: Float[Array, "B"]
+    seed_B: UInt32[Array, "B"]
+    position_B: Int32[Array, "B"]
+    """Position that the new token will have in its sequence."""
+
+
+def sample(logits_BV: Float[Array, "B V"], params: SamplingArrays) -> Int32[Array, "B"]:
+    """One token id a row.
+
+    Temperature, then top-k, then top-p on what top-k left, then min-p relative to the most likely token. Tokens of equal probability at a
+    threshold stay together. The random number of a row is ``uniform(fold_in(key(seed), position))``: no batch mate, slot, chunk or mesh enters.
+    Rows with temperature 0 take the lowest id among the largest logits; when all are such, nothing else is computed.
+    """
+    chunked = _chunk(logits_BV)
+    greedy_B = _argmax(chunked)
+
+    def draw() -> Array:
+        return jnp.where(params.temperature_B > 0, _draw(chunked, params), greedy_B)
+
+    return lax.cond(jnp.any(params.temperature_B > 0), draw, lambda: greedy_B)
+
+
+def _chunk(logits_BV: Array) -> Array:
+    num_rows, vocab_size = logits_BV.shape
+    padding = round_up(vocab_size, CHUNK) - vocab_size
+    if padding:
+        logits_BV = jnp.pad(logits_BV, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    return logits_BV.reshape(num_rows, -1, CHUNK)
+
+
+def _argmax(chunked: Array) -> Array:
+    chunk_B = jnp.argmax(chunked.max(-1), axis=-1)
+    within_B = jnp.argmax(jnp.take_along_axis(chunked, chunk_B[:, None, None], axis=1)[:, 0], axis=-1)
+    return (chunk_B * CHUNK + within_B).astype(jnp.int32)
+
+
+def _draw(chunked: Array, params: SamplingArrays) -> Array:
+    temperature = jnp.where(params.temperature_B > 0, params.temperature_B, 1.0)[:, None, None]
+    # The maximum is subtracted first: a tiny temperature then gives exp(-inf) = 0 and never inf - inf.
+    weights = jnp.exp((chunked - chunked.max((1, 2), keepdims=True)) / temperature)
+    vocab_size = chunked.shape[1] * CHUNK
+
+    def top_k() -> Array:
+        # Counted in float32, exact below 2**24: a sum of booleans took four times as long on CPU.
+        count = params.top_k_B.astype(jnp.float32)
+        threshold = _largest_threshold(weights, lambda kept: jnp.where(kept, 1.0, 0.0).sum((1, 2)), count)
+        return jnp.where(params.top_k_B < vocab_size, threshold, 0.0)
+
+    threshold_B = lax.cond(jnp.any(params.top_k_B < vocab_size), top_k, lambda: jnp.zeros_like(params.top_p_B))
+    weights = jnp.where(weights >= threshold_B[:, None, None], weights, 0.0)
+
+    def top_p() -> Array:
+        target = params.top_p_B * weights.sum((1, 2))
+        threshold = _largest_threshold(weights, lambda kept: jnp.where(kept, weights, 0.0).sum((1, 2)), target)
+        return jnp.where(params.top_p_B < 1.0, threshold, 0.0)
+
+    threshold_B = lax.cond(jnp.any(params.top_p_B < 1.0), top_p, lambda: jnp.zeros_like(params.top_p_B))
+    threshold_B = jnp.maximum(threshold_B, params.min_p_B)
+    weights = jnp.where(weights >= threshold_B[:, None, None], weights, 0.0)
+    return _inverse_cdf(weights, _uniform(params.seed_B, params.position_B))
+
+
+def _largest_threshold(weights: Array, measure, target_B: Array) -> Array:
+    """The largest float t in [0, 1] with ``measure(weights >= t) >= target``, for each row: exact, by bisection on the float's bits (30 rounds)."""
+
+    def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # measure(low) meets the target, measure(high) does not.
+        middle = low + (high - low) // 2
+        threshold = lax.bitcast_convert_type(middle, jnp.float32)
+        meets = measure(weights >= threshold[:, None, None]) >= target_B
+        return jnp.where(meets, middle, low), jnp.where(meets, high, middle)
+
+    low = jnp.zeros(target_B.shape, jnp.int32)
+    high = jnp.full(target_B.shape, _ONE_BITS + 1, jnp.int32)
+    low, _ = lax.fori_loop(0, 31, narrow, (low, high))
+    return lax.bitcast_convert_type(low, jnp.float32)
+
+
+def _uniform(seed_B: Array, position_B: Array) -> Array:
+    def one(seed: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position))
+
+    return jax.vmap(one)(seed_B, position_B)
+
+
+def _inverse_cdf(weights: Array, uniform_B: Array) -> Array:
+    """The token at which the running sum of weights first exceeds ``uniform`` of their total, by chunk and then within it."""
+    chunk_sums = weights.sum(-1)
+    running = jnp.cumsum(chunk_sums, axis=-1)
+    target_B = uniform_B * running[:, -1]
+    chunk_B = _first((running > target_B[:, None]) & (chunk_sums > 0), chunk_sums > 0)
+    before_B = jnp.take_along_axis(running - chunk_sums, chunk_B[:, None], axis=1)[:, 0]
+    within = jnp.take_along_axis(weights, chunk_B[:, None, None], axis=1)[:, 0]
+    token_B = _first((before_B[:, None] + jnp.cumsum(within, axis=-1) > target_B[:, None]) & (within > 0), within > 0)
+    return (chunk_B * CHUNK + token_B).astype(jnp.int32)
+
+
+def _first(hit: Array, allowed: Array) -> Array:
+    """Index of the first hit; where rounding leaves none, of the last that is allowed."""
+    last = allowed.shape[-1] - 1 - jnp.argmax(allowed[:, ::-1], axis=-1)
+    return jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1), last)
