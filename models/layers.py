@@ -69,9 +69,14 @@ def soft_cap(x: Float32[Array, "*shape"], cap: float | None) -> Float32[Array, "
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _product(equation: str, x: Array, weight: nnx.Param[Array], bias: nnx.Param[Array] | None = None) -> Array:
-    y = jnp.einsum(equation, x, weight[...], preferred_element_type=jnp.float32)
-    return y if bias is None else y + bias[...].astype(jnp.float32)
+def _product(x_TI: Array, weight: nnx.Param[Array], bias: nnx.Param[Array] | None = None) -> Float32[Array, "T O"]:
+    """``x @ weight.T + bias`` in float32, for a weight ``[out…, in…]`` and a bias ``[out…]``.
+
+    Their axes are flattened, which costs nothing; for a product that keeps them XLA:CPU would transpose the whole weight.
+    """
+    weight_OI = weight[...].reshape(-1, x_TI.shape[1])
+    y_TO = jax.lax.dot_general(x_TI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return y_TO if bias is None else y_TO + bias[...].reshape(-1).astype(jnp.float32)
 
 
 class DecoderLayer(nnx.Module):
@@ -116,8 +121,7 @@ class DecoderLayer(nnx.Module):
         spec, dtype = self.spec, x_TD.dtype
         q_TNH, k_TKH, v_TKH = self._queries_keys_values(self._norm(x_TD, self.input_norm).astype(dtype), cos_TR, sin_TR)
         o_TNH, pool = attend(q_TNH, k_TKH, v_TKH, pool, layer, window)
-        o_TKGH = o_TNH.astype(dtype).reshape(-1, spec.num_kv_heads, spec.group_size, spec.head_dim)
-        o_TD = _product("TKGH,DKGH->TD", o_TKGH, self.o, self.o_bias)
+        o_TD = _product(o_TNH.astype(dtype).reshape(x_TD.shape[0], -1), self.o, self.o_bias)
         if spec.post_norms:
             o_TD = self._norm(o_TD, self.post_attention_norm)
         x_TD = (x_TD + o_TD).astype(dtype)
@@ -130,19 +134,19 @@ class DecoderLayer(nnx.Module):
         return rms_norm(x, weight[...], eps=self.spec.norm_eps, offset=self.spec.norm_offset)
 
     def _queries_keys_values(self, x_TD: Array, cos_TR: Array, sin_TR: Array) -> tuple[Array, Array, Array]:
-        qkv_TKXH = _product("TD,KXHD->TKXH", x_TD, self.qkv, self.qkv_bias)
+        spec = self.spec
+        qkv_TKXH = _product(x_TD, self.qkv, self.qkv_bias).reshape(-1, spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
         q_TKGH, k_TKH, v_TKH = qkv_TKXH[:, :, :-2], qkv_TKXH[:, :, -2], qkv_TKXH[:, :, -1]
-        if self.spec.qk_norm:
+        if spec.qk_norm:
             q_TKGH, k_TKH = self._norm(q_TKGH, self.q_norm), self._norm(k_TKH, self.k_norm)
         q_TKGH, k_TKH = rotate(q_TKGH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
-        q_TNH = q_TKGH.reshape(-1, self.spec.num_heads, self.spec.head_dim)
+        q_TNH = q_TKGH.reshape(-1, spec.num_heads, spec.head_dim)
         return q_TNH.astype(x_TD.dtype), k_TKH.astype(x_TD.dtype), v_TKH.astype(x_TD.dtype)
 
     def _mlp(self, x_TD: Array) -> Array:
-        gate_up_TCF = _product("TD,CFD->TCF", x_TD, self.gate_up, self.gate_up_bias)
-        gate_TF, up_TF = gate_up_TCF[:, 0], gate_up_TCF[:, 1]
+        gate_TF, up_TF = jnp.split(_product(x_TD, self.gate_up, self.gate_up_bias), 2, axis=1)
         gate_TF = jax.nn.silu(gate_TF) if self.spec.activation == "silu" else jax.nn.gelu(gate_TF, approximate=True)
-        return _product("TF,DF->TD", (gate_TF * up_TF).astype(x_TD.dtype), self.down, self.down_bias)
+        return _product((gate_TF * up_TF).astype(x_TD.dtype), self.down, self.down_bias)
 
 
 class Stem(nnx.Module):
@@ -176,7 +180,7 @@ class Stem(nnx.Module):
 
     def logits(self, x_BD: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """Output logits, soft-capped where the model does."""
-        return soft_cap(_product("BD,VD->BV", x_BD, self.embed if self.spec.tied else self.head), self.spec.final_soft_cap)
+        return soft_cap(_product(x_BD, self.embed if self.spec.tied else self.head), self.spec.final_soft_cap)
 
 
 def rope_tables(spec: ModelSpec, positions_T: Int32[Array, "T"]) -> tuple[Float32[Array, "C T R"], Float32[Array, "C T R"]]:
