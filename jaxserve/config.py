@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_type_hints
+
+import yaml
+
+from jaxserve.config_fields import Ascending, Between, NotBlank, PowerOfTwo, check, coerce
+from jaxserve.config_yaml import read_yaml
+from jaxserve.errors import ConfigError
+
+REDACTED = "***"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +31,11 @@ class ModelConfig:
         generation_config: ``auto`` takes sampling defaults from the model's ``generation_config.json``, ``none`` does not.
     """
 
-    source: str = "smollm2-135m"
+    source: Annotated[str, NotBlank()] = "smollm2-135m"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_model_len: int | None = None
-    revision: str | None = None
-    chat_template: str | None = None
+    max_model_len: Annotated[int, Between(1, 2**24)] | None = None
+    revision: Annotated[str, NotBlank()] | None = None
+    chat_template: Annotated[str, NotBlank()] | None = None
     generation_config: Literal["auto", "none"] = "auto"
 
 
@@ -38,9 +50,9 @@ class CacheConfig:
         dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
     """
 
-    page_size: int = 16
-    num_pages: int | None = None
-    memory_fraction: float = 0.5
+    page_size: Annotated[int, Between(1, 256), PowerOfTwo()] = 16
+    num_pages: Annotated[int, Between(1, 2**24)] | None = None
+    memory_fraction: Annotated[float, Between(0, 1, open_low=True)] = 0.5
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
 
@@ -53,8 +65,8 @@ class SchedulerConfig:
         max_tokens_per_step: Token budget of one step; a longer prompt is prefilled in chunks.
     """
 
-    max_num_seqs: int = 32
-    max_tokens_per_step: int = 512
+    max_num_seqs: Annotated[int, Between(1, 4096)] = 32
+    max_tokens_per_step: Annotated[int, Between(1, 2**20)] = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +83,10 @@ class EngineConfig:
         check_integrity: Check the page pool's books when the engine falls idle.
     """
 
-    attention: str = "auto"
+    attention: Annotated[str, NotBlank()] = "auto"
     layers: Literal["auto", "scan", "unroll"] = "auto"
-    token_buckets: tuple[int, ...] = ()
-    sequence_buckets: tuple[int, ...] = ()
+    token_buckets: Annotated[tuple[int, ...], Ascending()] = ()
+    sequence_buckets: Annotated[tuple[int, ...], Ascending()] = ()
     warmup: bool = True
     compilation_cache: bool = True
     check_integrity: bool = True
@@ -94,21 +106,24 @@ class ServerConfig:
         drain_timeout_s: How long running requests may go on after SIGTERM or Ctrl-C.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grpc_port: int | None = 8001
-    served_model_name: str | None = None
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * 1024 * 1024
-    drain_timeout_s: float = 30.0
+    host: Annotated[str, NotBlank()] = "127.0.0.1"
+    port: Annotated[int, Between(0, 65535)] = 8000
+    grpc_port: Annotated[int, Between(0, 65535)] | None = 8001
+    served_model_name: Annotated[str, NotBlank()] | None = None
+    api_keys: Annotated[tuple[str, ...], NotBlank()] = ()
+    max_body_bytes: Annotated[int, Between(1024, 2**31 - 1)] = 8 * 1024 * 1024
+    drain_timeout_s: Annotated[float, Between(0, 86_400)] = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration.
+    """The whole configuration. Checked as a whole when it is made, whoever makes it.
 
     Args:
         platform: ``auto`` looks for device files before jax is imported.
+
+    Raises:
+        ConfigError: A value out of its range, or two that contradict each other.
     """
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
@@ -117,3 +132,126 @@ class Config:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        for key, annotation in _declared().items():
+            check(_lookup(self, key), annotation, key)
+        limits = self.scheduler
+        if limits.max_tokens_per_step < limits.max_num_seqs:
+            raise ConfigError(
+                f"scheduler.max_tokens_per_step is {limits.max_tokens_per_step}; must be at least scheduler.max_num_seqs ({limits.max_num_seqs}), "
+                f"so that every running sequence can take its token in each step"
+            )
+        if self.server.port and self.server.port == self.server.grpc_port:
+            raise ConfigError(f"server.grpc_port is {self.server.grpc_port}; must differ from server.port, which is the same")
+        if REDACTED in self.server.api_keys:
+            raise ConfigError(f"server.api_keys is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
+
+
+def load_config(files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Config:
+    """Reads YAML files and ``section.key=value`` overrides. A later one wins over an earlier one, an override over every file.
+
+    Raises:
+        ConfigError: A file that cannot be read or is no plain YAML mapping of sections, an unknown key, a value of the wrong type or out of range.
+    """
+    values: dict[str, object] = {}
+    for file in files:
+        try:
+            values |= _read(dict(_flatten(read_yaml(file))))
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator:
+            raise ConfigError(f"{override!r} is no override; must be section.key=value")
+        values |= _read({key.strip(): text.strip()})
+    return _build(values)
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Config:
+    """A configuration from nested sections, dotted keys, or both: ``{"model": {"dtype": "float32"}, "server.port": 80}``.
+
+    Raises:
+        ConfigError: As :func:`load_config`.
+    """
+    return _build(_read(dict(_flatten(mapping))))
+
+
+def to_yaml(config: Config, *, show_secrets: bool = False) -> str:
+    """The whole configuration as YAML that :func:`load_config` reads back to an equal one.
+
+    Args:
+        show_secrets: Print the API keys. Else ``***`` stands for each, and reading that back is an error rather than an open or guessable server.
+    """
+    tree: dict[str, Any] = {}
+    for key in _declared():
+        section, _, name = key.rpartition(".")
+        value = _lookup(config, key)
+        if key == "server.api_keys" and not show_secrets:
+            value = tuple(REDACTED for _ in config.server.api_keys)
+        (tree.setdefault(section, {}) if section else tree)[name] = [*cast(tuple[object, ...], value)] if isinstance(value, tuple) else value
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=160)
+
+
+@cache
+def _declared() -> dict[str, Any]:
+    """Full key path -> annotation, of every field, in order of declaration."""
+    declared: dict[str, Any] = {}
+    for name, annotation in get_type_hints(Config, include_extras=True).items():
+        if dataclasses.is_dataclass(annotation):
+            declared |= {f"{name}.{field}": hint for field, hint in get_type_hints(annotation, include_extras=True).items()}
+        else:
+            declared[name] = annotation
+    return declared
+
+
+def _lookup(config: Config, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _read(given: Mapping[str, object]) -> dict[str, object]:
+    for key in given:
+        if key not in _declared():
+            raise ConfigError(f"unknown config key {key!r}{_nearest(key)}")
+    return {key: coerce(value, _declared()[key], key) for key, value in given.items()}
+
+
+def _build(values: Mapping[str, object]) -> Config:
+    sections: dict[str, dict[str, object]] = {}
+    top: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (sections.setdefault(section, {}) if section else top)[name] = value
+    hints = get_type_hints(Config)
+    return Config(**top, **{section: hints[section](**fields) for section, fields in sections.items()})
+
+
+def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    value: object
+    for key, value in mapping.items():
+        path = f"{prefix}{key}"
+        is_section = any(known.startswith(f"{path}.") for known in _declared())
+        if isinstance(value, Mapping) and path not in _declared():
+            if not is_section:
+                raise ConfigError(f"unknown config section {path!r}{_nearest(path)}")
+            yield from _flatten(cast(Mapping[str, Any], value), f"{path}.")
+        elif not is_section:
+            yield path, value
+        elif value is not None and value != "":  # a section header with nothing under it is an empty section
+            raise ConfigError(f"{path} is {str(value)[:80]!r}; must be a section of keys: {', '.join(k for k in _declared() if k.startswith(path + '.'))}")
+
+
+def _nearest(key: str) -> str:
+    """The end of an unknown-key message: the known key that was probably meant, else those that exist."""
+    known = list(_declared())
+    section, _, leaf = key.rpartition(".")
+    by_leaf = {path.rpartition(".")[2]: path for path in reversed(known)}  # of equal names the first declared
+    close = [by_leaf[leaf]] if leaf in by_leaf else difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    close = close or [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)]
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    siblings = [path for path in known if section and path.startswith(f"{section}.")]
+    return f"; known keys: {', '.join(siblings)}" if siblings else f"; known sections: {', '.join(dict.fromkeys(path.partition('.')[0] for path in known))}"
