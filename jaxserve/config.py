@@ -230,17 +230,16 @@ def _build(values: Mapping[str, object]) -> Config:
 
 
 def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    value: object
     for key, value in mapping.items():
         path = f"{prefix}{key}"
         is_section = any(known.startswith(f"{path}.") for known in _declared())
-        if isinstance(value, Mapping) and path not in _declared():
-            if not is_section:
-                raise ConfigError(f"unknown config section {path!r}{_nearest(path)}")
-            yield from _flatten(cast(Mapping[str, Any], value), f"{path}.")
-        elif not is_section:
+        if not is_section and not (isinstance(value, Mapping) and path not in _declared()):
             yield path, value
-        elif value is not None and value != "":  # a section header with nothing under it is an empty section
+        elif not is_section:
+            raise ConfigError(f"unknown config section {path!r}{_nearest(path)}")
+        elif isinstance(value, Mapping):
+            yield from _flatten(cast(Mapping[str, Any], value), f"{path}.")
+        elif value not in (None, ""):  # a section header with nothing under it is an empty section
             raise ConfigError(f"{path} is {str(value)[:80]!r}; must be a section of keys: {', '.join(k for k in _declared() if k.startswith(path + '.'))}")
 
 

@@ -54,7 +54,7 @@ class _Loader(yaml.BaseLoader):
         seen: set[object] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise ConstructorError(None, None, "a key must be a single word", cast(Any, key).start_mark)
+                raise ConstructorError(None, None, "a key must be a single word", key.start_mark)
             if key.value in seen:
                 raise ConstructorError(None, None, f"key {key.value!r} appears twice", key.start_mark)
             seen.add(key.value)
