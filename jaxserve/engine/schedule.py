@@ -9,13 +9,13 @@ from typing import Protocol
 from jaxserve.engine.sequence import Sequence
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # never changed; not frozen because a frozen one takes 0.55 us to make against 0.16, and a step makes hundreds
 class ScheduledSequence:
     """One sequence's part of a step.
 
     Args:
-        sequence: Its ``page_ids`` already cover ``start + num_tokens`` tokens.
-        start: Position of its first token in this step; equals ``sequence.num_computed_tokens``.
+        sequence: Its ``page_ids`` already cover ``start + num_tokens`` tokens, which is also its ``num_computed_tokens`` from now on.
+        start: Position of its first token in this step.
         num_tokens: Tokens of ``sequence.token_ids`` from ``start`` on to run, ``>= 1``.
         samples: Whether a token is sampled after its last one: true when the step reaches the end of ``token_ids``.
     """
@@ -47,12 +47,19 @@ class PendingStep(Protocol):
     """A step under way on the device."""
 
     def fetch(self) -> SequenceOf[int]:
-        """Waits for the step. Returns one token id for each scheduled sequence, in order; the value of one that does not sample has no meaning."""
+        """Waits for the step. Returns one token id for each scheduled sequence, in order; the value of one that does not sample has no meaning.
+
+        The ids must be Python ints: they go into ``Sequence.token_ids`` as they are.
+        """
         ...
 
 
 class Runner(Protocol):
-    """Runs schedules on a device (or pretends to). The engine owns exactly one and calls it from one thread."""
+    """Runs schedules on a device (or pretends to). The engine owns exactly one and calls it from one thread.
+
+    An exception from ``dispatch`` or ``fetch`` fails the scheduled sequences; the engine recomputes all others and goes on, so the runner must be
+    usable again (its pool may hold anything). One that cannot go on raises :class:`jaxserve.errors.EngineDeadError`.
+    """
 
     num_pages: int
     """Pages of the pool."""

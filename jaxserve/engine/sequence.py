@@ -27,7 +27,8 @@ class Sequence:
         token_ids: Prompt and generated tokens so far.
         num_prompt_tokens: Length of the prompt.
         max_tokens: Most tokens to generate, already resolved against the context length.
-        num_computed_tokens: Tokens whose keys and values are in the pool. A decode has ``len(token_ids) - 1`` of them.
+        num_computed_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run. A decode has
+            ``len(token_ids) - 1`` of them; a sequence with all of them waits for a token that is still on the device.
         page_ids: Pages held, in order of position.
         slot: Index into the device's per-sequence state while RUNNING, else -1.
         num_preemptions: How often it lost its pages.

@@ -1,0 +1,159 @@
+"""From sampled ids to text and to the end of a request: detokenisation, stop ids, stop strings, length. One request at a time; no scheduling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxserve.request import FinishReason, SamplingParams
+
+
+class Detokenizer(Protocol):
+    """Turns the ids of one generation into text; see ``jaxserve.tokenizer``."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that is complete with these ids; never half a character."""
+        ...
+
+    def finish(self) -> str:
+        """Returns what is left at the end."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token, or the end, adds: fields as in :class:`jaxserve.request.RequestOutput`."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class StopMatcher:
+    """Finds the first of several strings in a text that arrives in pieces, and holds back what may yet become one.
+
+    The result depends on the text alone, not on how it is cut: the match is the one that ends first, among those that end together the longest.
+    Time is linear in the text (Knuth-Morris-Pratt, one state a string), and C speed where no string has begun.
+
+    Args:
+        stops: The strings, none empty.
+        include: Keep the matched string in the text; nothing needs to be held back then.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = [_StopState(text) for text in stops]
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Takes the next piece.
+
+        Returns:
+            The text that is free to go, and the matched stop string, after which nothing may be pushed.
+        """
+        begun = [stop for stop in self._stops if stop.num_matched or stop.text[0] in text]
+        if not begun:
+            released, self._held = self._held + text, ""
+            return released, None
+        buffer = self._held + text
+        matched: str | None = None
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            for stop in begun:
+                if stop.feed(char) and (matched is None or len(stop.text) > len(matched)):
+                    matched = stop.text
+            if matched is not None:
+                self._held = ""
+                return buffer[: end if self._include else end - len(matched)], matched
+        num_held = 0 if self._include else max(stop.num_matched for stop in begun)
+        num_released = len(buffer) - num_held
+        self._held = buffer[num_released:]
+        return buffer[:num_released], None
+
+    def finish(self) -> str:
+        """Returns the text still held back: no more follows, so it is no stop string."""
+        released, self._held = self._held, ""
+        return released
+
+
+class _StopState:
+    """How much of one stop string the text so far ends with."""
+
+    __slots__ = ("_fallback", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._fallback = [0] * len(text)  # [i]: the longest proper prefix of text[: i + 1] that is also its suffix
+        length = 0
+        for i in range(1, len(text)):
+            while length and text[i] != text[length]:
+                length = self._fallback[length - 1]
+            length += text[i] == text[length]
+            self._fallback[i] = length
+
+    def feed(self, char: str) -> bool:
+        """Takes one character of text. Returns whether the string is complete."""
+        length = self.num_matched
+        while length and char != self.text[length]:
+            length = self._fallback[length - 1]
+        self.num_matched = length + (char == self.text[length])
+        return self.num_matched == len(self.text)
+
+
+class OutputProcessor:
+    """Follows one generation token by token. A stream and a whole answer both are the concatenation of its deltas, hence equal.
+
+    Rules, in this order, those of vLLM where it has one:
+
+    1. An EOS id (unless ``ignore_eos``) or one of ``stop_token_ids`` ends with "stop". The token counts and stays in the ids, but its text, special
+       or not, is left out unless ``include_stop_str_in_output``. ``stop_reason`` is the id; ``None`` for an EOS.
+    2. A stop string in the generated text (never in the prompt) ends with "stop"; it and what follows are cut. ``stop_reason`` is the string.
+    3. ``max_tokens`` generated tokens end with "length".
+
+    Args:
+        params: Of the request.
+        detokenizer: Primed with the prompt, of which it repeats nothing.
+        eos_token_ids: The model's own.
+        max_tokens: Most tokens to generate, ``>= 1``.
+    """
+
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer, eos_token_ids: frozenset[int], max_tokens: int) -> None:
+        self._detokenizer = detokenizer
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._include_stop = params.include_stop_str_in_output
+        self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+
+    def push(self, token_id: int) -> Delta:
+        """Takes the next generated token. After a delta with a finish reason nothing may be pushed."""
+        self._num_tokens += 1
+        is_eos = token_id in self._eos_token_ids
+        if is_eos or token_id in self._stop_token_ids:
+            tail = self._detokenizer.push((token_id,)) if self._include_stop else ""
+            return self.finish("stop", None if is_eos else token_id, tail)
+        text = self._detokenizer.push((token_id,))
+        if self._num_tokens >= self._max_tokens:
+            return self.finish("length", None, text)
+        if self._matcher is None:
+            return Delta(text)
+        text, matched = self._matcher.push(text)
+        return Delta(text) if matched is None else Delta(text, "stop", matched)
+
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None, tail: str = "") -> Delta:
+        """Ends the generation and releases all held text. A stop string that this text completes still cuts it, and is the reason unless aborted.
+
+        Args:
+            reason: Why it ends.
+            stop_reason: The stop token id, if it was one.
+            tail: Text of the last token.
+        """
+        text = tail + self._detokenizer.finish()
+        if self._matcher is None:
+            return Delta(text, reason, stop_reason)
+        text, matched = self._matcher.push(text)
+        if matched is not None:
+            return Delta(text, reason) if reason == "abort" else Delta(text, "stop", matched)
+        return Delta(text + self._matcher.finish(), reason, stop_reason)

@@ -1,0 +1,164 @@
+"""A runner without a device, whose next token can be computed by hand, and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+from jaxserve.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.schedule import Schedule
+from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+
+EOS = 256
+SPECIAL = 257
+VOCAB_SIZE = 258
+
+NextToken = Callable[[Sequence[int], int], int]
+
+
+def weighted_sum(token_ids: Sequence[int], seed: int) -> int:
+    """The default next token: depends on every token, its position and the seed, and is a printable ASCII character."""
+    return 32 + (seed + sum((position + 1) * token_id for position, token_id in enumerate(token_ids))) % 95
+
+
+def plain_run(prompt: Sequence[int], num_tokens: int, seed: int, next_token: NextToken = weighted_sum) -> list[int]:
+    """What a request alone in the world generates."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids, seed))
+    return token_ids[len(prompt) :]
+
+
+class FakeRunner:
+    """Keeps each token in the slot of a page where a real pool keeps its keys and values, and reads a context only from there.
+
+    So a page that is given away too early, or twice, changes the output. Steps run when they are fetched, from what they were dispatched with.
+    """
+
+    def __init__(self, *, num_pages: int = 64, page_size: int = 4, max_num_seqs: int = 8, next_token: NextToken = weighted_sum) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
+        self.next_token = next_token
+        self.num_steps = 0
+        self.pool = [-1] * (num_pages * page_size)
+        self.errors: list[Exception | None] = []  # of the steps to come
+
+    def warmup(self) -> None:
+        pass
+
+    def dispatch(self, schedule: Schedule) -> FakeStep:
+        self.num_steps += 1
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            self.pool = [-1] * len(self.pool)
+            raise error
+        check_schedule(schedule, self)
+        return FakeStep(self, schedule)
+
+
+class FakeStep:
+    def __init__(self, runner: FakeRunner, schedule: Schedule) -> None:
+        self._runner = runner
+        self._rows = [
+            (row.sequence.token_ids[row.start : row.start + row.num_tokens], row.start, list(row.sequence.page_ids), row.sequence.seed)
+            for row in schedule.sequences
+        ]
+
+    def fetch(self) -> list[int]:
+        runner = self._runner
+        for token_ids, start, page_ids, _ in self._rows:
+            for position, token_id in enumerate(token_ids, start):
+                runner.pool[self._slot(page_ids, position)] = token_id
+        sampled = []
+        for token_ids, start, page_ids, seed in self._rows:
+            context = [runner.pool[self._slot(page_ids, position)] for position in range(start + len(token_ids))]
+            assert context[start:] == token_ids, "two sequences of a step wrote to one slot"
+            sampled.append(runner.next_token(context, seed))
+        return sampled
+
+    def _slot(self, page_ids: Sequence[int], position: int) -> int:
+        return page_ids[position // self._runner.page_size] * self._runner.page_size + position % self._runner.page_size
+
+
+def check_schedule(schedule: Schedule, runner: FakeRunner) -> None:
+    """The promises of ``schedule.py``."""
+    rows = schedule.sequences
+    assert rows
+    assert len({id(row.sequence) for row in rows}) == len(rows) <= runner.max_num_seqs
+    assert len({row.sequence.slot for row in rows}) == len(rows)
+    assert all(0 <= row.sequence.slot < runner.max_num_seqs for row in rows)
+    assert [row.num_tokens == 1 for row in rows] == [i < schedule.num_decodes for i in range(len(rows))]
+    assert schedule.num_tokens == sum(row.num_tokens for row in rows)
+    for row in rows:
+        assert row.num_tokens >= 1
+        end = row.start + row.num_tokens
+        assert end == row.sequence.num_computed_tokens <= len(row.sequence.token_ids)
+        assert row.samples == (end == len(row.sequence.token_ids))
+        assert len(row.sequence.page_ids) * runner.page_size >= end
+
+
+class FakeTokenizer:
+    """Ids 0 to 255 are bytes; above them are two special tokens."""
+
+    vocab_size = VOCAB_SIZE
+    bos_token_id = None
+    eos_token_ids = (EOS,)
+    chat_template = "fake"
+    template_source = "fake"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        detokenizer = self.detokenizer((), skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> FakeDetokenizer:
+        return FakeDetokenizer(skip_special_tokens)
+
+
+class FakeDetokenizer:
+    def __init__(self, skip_special_tokens: bool) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._specials = {} if skip_special_tokens else {EOS: "<eos>", SPECIAL: "<special>"}
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._decoder.decode(bytes([i])) if i < 256 else self._specials.get(i, "") for i in token_ids)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def fake_spec(max_position: int = 128) -> ModelSpec:
+    return ModelSpec(
+        family="fake",
+        vocab_size=VOCAB_SIZE,
+        width=2,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        mlp_width=2,
+        max_position=max_position,
+        norm_eps=1e-5,
+        activation="silu",
+        layers=(LayerSpec(),),
+        ropes=(RopeSpec(inv_freq=(1.0,)),),
+        attention_scale=1.0,
+        eos_token_ids=(EOS,),
+    )
+
+
+def fake_engine(runner: FakeRunner | None = None, *, max_position: int = 128, max_tokens_per_step: int = 16, seed: int = 0) -> Engine:
+    runner = runner or FakeRunner()
+    config = Config(
+        model=ModelConfig(source="fake"),
+        cache=CacheConfig(page_size=runner.page_size, num_pages=runner.num_pages),
+        scheduler=SchedulerConfig(max_num_seqs=runner.max_num_seqs, max_tokens_per_step=max_tokens_per_step),
+    )
+    return Engine(runner, FakeTokenizer(), fake_spec(max_position), config, model_name="fake", seed=seed)  # pyright: ignore[reportArgumentType]

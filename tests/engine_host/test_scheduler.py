@@ -1,0 +1,310 @@
+"""The scheduler and page pool: random histories with all books checked after each event, and the promises one by one."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.errors import ConfigError
+from jaxserve.request import Request, SamplingParams
+from tests.engine_host.fakes import FakeRunner, FakeStep, plain_run
+
+
+def make_sequence(name: str, prompt_len: int, max_tokens: int, seed: int = 0) -> Sequence:
+    prompt = [(seed + 7 * i + len(name)) % 256 for i in range(prompt_len)]
+    request = Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams())
+    return Sequence(request, seed, list(prompt), prompt_len, max_tokens)
+
+
+def make_scheduler(num_pages: int = 16, page_size: int = 4, max_num_seqs: int = 4, max_tokens_per_step: int = 16) -> Scheduler:
+    return Scheduler(num_pages, page_size, SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step))
+
+
+def shape(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
+    return [(row.sequence.request.request_id, row.start, row.num_tokens, row.samples) for row in schedule.sequences]
+
+
+def run_to_end(scheduler: Scheduler, runner: FakeRunner, *, max_steps: int = 2000) -> None:
+    """Steps until all is done; a sequence ends after ``max_tokens``."""
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            return
+        schedule = scheduler.schedule()
+        for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+            if sequence.num_generated_tokens == sequence.max_tokens:
+                scheduler.finish(sequence, "length")
+        scheduler.check_integrity()
+    pytest.fail(f"not done after {max_steps} steps")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, aborts and steps at random, with up to three steps in flight, in pools that are mostly too small."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        pages_over=st.integers(0, 12),
+        max_num_seqs=st.integers(1, 6),
+        budget_over=st.integers(0, 20),
+        depth=st.integers(1, 3),
+    )
+    def start(self, page_size: int, pages_over: int, max_num_seqs: int, budget_over: int, depth: int) -> None:
+        self.num_pages = -(-24 // page_size) + pages_over
+        self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
+        self.max_tokens = max_num_seqs + budget_over
+        self.depth = depth
+        self.runner = FakeRunner(num_pages=self.num_pages, page_size=page_size, max_num_seqs=max_num_seqs)
+        self.scheduler = make_scheduler(self.num_pages, page_size, max_num_seqs, self.max_tokens)
+        self.in_flight: deque[tuple[Schedule, FakeStep]] = deque()
+        self.live: list[Sequence] = []  # in order of arrival
+        self.num_added = 0
+
+    @rule(prompt_len=st.integers(1, 16), max_tokens=st.integers(1, 8), seed=st.integers(0, 2**32 - 1))
+    def add(self, prompt_len: int, max_tokens: int, seed: int) -> None:
+        sequence = make_sequence(f"s{self.num_added}", prompt_len, max_tokens, seed)
+        self.num_added += 1
+        self.live.append(sequence)
+        self.scheduler.add(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        for _ in range(2):
+            self.scheduler.finish(sequence, "abort")
+        assert sequence.finish_reason == "abort" and not sequence.page_ids
+
+    @rule()
+    def dispatch(self) -> None:
+        if len(self.in_flight) == self.depth:
+            self.fetch()
+        oldest_is_free = self.live and not any(row.sequence is self.live[0] for schedule, _ in self.in_flight for row in schedule.sequences)
+        schedule = self.scheduler.schedule()
+        if schedule.sequences:
+            assert schedule.num_tokens <= self.max_tokens
+            self.in_flight.append((schedule, self.runner.dispatch(schedule)))
+        assert not {row.sequence for row in schedule.sequences} & set(schedule.preempted)
+        if oldest_is_free:
+            assert any(row.sequence is self.live[0] for row in schedule.sequences), "the oldest sequence moves in every step"
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def fetch(self) -> None:
+        schedule, step = self.in_flight.popleft()
+        for sequence in self.scheduler.update(schedule, step.fetch()):
+            if sequence.num_generated_tokens == sequence.max_tokens:
+                self.scheduler.finish(sequence, "length")
+                self.live.remove(sequence)
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            assert sequence.token_ids[sequence.num_prompt_tokens :] == plain_run(prompt, sequence.num_generated_tokens, sequence.seed)
+
+    @rule()
+    def lose_pool(self) -> None:
+        self.in_flight.clear()
+        self.runner.pool = [-1] * len(self.runner.pool)
+        self.scheduler.preempt_all()
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+        running = [sequence.status is SequenceStatus.RUNNING for sequence in self.live]
+        assert running == sorted(running, reverse=True), "running sequences are older than waiting ones"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2000):
+            if not (self.live or self.in_flight):
+                break
+            self.dispatch()
+            if self.in_flight:
+                self.fetch()
+        assert not self.live and not self.scheduler.has_work
+        self.scheduler.check_integrity()
+        assert self.scheduler.pool.num_free == self.num_pages
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class TestPagePool:
+    def test_all_or_nothing(self) -> None:
+        pool = PagePool(4, 8)
+        taken = pool.allocate(3)
+        assert taken == [2, 1, 0] or sorted(taken or []) == [0, 1, 2]
+        assert pool.allocate(2) is None
+        assert pool.num_free == 1
+        assert pool.allocate(0) == []
+
+    def test_a_shared_page_is_free_after_its_last_holder(self) -> None:
+        pool = PagePool(2, 8)
+        page_ids = pool.allocate(1)
+        assert page_ids is not None
+        pool.share(page_ids)
+        pool.check_integrity([page_ids, page_ids])
+        pool.release(page_ids)
+        assert pool.num_free == 1
+        pool.release(page_ids)
+        assert pool.num_free == 2
+        pool.check_integrity([])
+
+    def test_misuse_is_noticed(self) -> None:
+        pool = PagePool(2, 8)
+        page_ids = pool.allocate(1)
+        assert page_ids is not None
+        with pytest.raises(AssertionError, match="holders of pages"):
+            pool.check_integrity([])
+        pool.release(page_ids)
+        with pytest.raises(AssertionError, match="released more often"):
+            pool.release(page_ids)
+        with pytest.raises(AssertionError, match="cannot be shared"):
+            pool.share(page_ids)
+
+
+class TestPolicy:
+    def test_decodes_come_first_and_chunks_fill_the_budget(self) -> None:
+        scheduler = make_scheduler(max_tokens_per_step=8)
+        short, long = make_sequence("short", 3, 4), make_sequence("long", 20, 4)
+        scheduler.add(short)
+        scheduler.add(long)
+        schedule = scheduler.schedule()
+        assert shape(schedule) == [("short", 0, 3, True), ("long", 0, 5, False)]
+        scheduler.update(schedule, [1, 1])
+        schedule = scheduler.schedule()
+        assert shape(schedule) == [("short", 3, 1, True), ("long", 5, 7, False)]
+        assert (schedule.num_decodes, schedule.num_tokens) == (1, 8)
+        scheduler.update(schedule, [1, 1])
+        schedule = scheduler.schedule()
+        scheduler.update(schedule, [1, 1])
+        schedule = scheduler.schedule()
+        assert shape(schedule) == [("short", 5, 1, True), ("long", 19, 1, True)]
+        assert schedule.num_decodes == 2
+
+    def test_a_chunk_takes_only_its_own_pages(self) -> None:
+        scheduler = make_scheduler(num_pages=16, page_size=4, max_tokens_per_step=8)
+        scheduler.add(make_sequence("long", 20, 4))
+        scheduler.schedule()
+        assert scheduler.pool.num_free == 14
+
+    def test_first_come_first_served(self) -> None:
+        scheduler = make_scheduler(num_pages=8, page_size=4, max_tokens_per_step=64)
+        scheduler.add(make_sequence("first", 20, 4))
+        scheduler.add(make_sequence("large", 16, 4))
+        scheduler.add(make_sequence("small", 1, 1))
+        assert [name for name, *_ in shape(scheduler.schedule())] == ["first"]  # large has no room; small must not overtake it
+
+    def test_at_most_max_num_seqs_run(self) -> None:
+        scheduler = make_scheduler(max_num_seqs=2)
+        for i in range(5):
+            scheduler.add(make_sequence(f"s{i}", 1, 2))
+        assert len(scheduler.schedule().sequences) == 2
+        assert (scheduler.num_running, scheduler.num_waiting) == (2, 3)
+
+    def test_the_youngest_is_preempted_and_keeps_its_tokens(self) -> None:
+        runner = FakeRunner(num_pages=4, page_size=4)
+        scheduler = make_scheduler(num_pages=4, page_size=4)
+        old, young = make_sequence("old", 7, 9, seed=1), make_sequence("young", 7, 9, seed=2)
+        scheduler.add(old)
+        scheduler.add(young)
+        for _ in range(3):
+            schedule = scheduler.schedule()
+            scheduler.update(schedule, runner.dispatch(schedule).fetch())
+        assert schedule.preempted == (young,)
+        assert (young.status, young.num_generated_tokens, young.num_computed_tokens) == (SequenceStatus.WAITING, 2, 0)
+        assert scheduler.num_preemptions == young.num_preemptions == 1
+        run_to_end(scheduler, runner)
+        for sequence in (old, young):
+            assert sequence.token_ids[7:] == plain_run(sequence.token_ids[:7], 9, sequence.seed)
+
+    def test_two_long_requests_that_do_not_fit_together_both_finish(self) -> None:
+        runner = FakeRunner(num_pages=12, page_size=4)
+        scheduler = make_scheduler(num_pages=12, page_size=4)
+        sequences = [make_sequence("a", 20, 28), make_sequence("b", 20, 28)]
+        for sequence in sequences:
+            scheduler.add(sequence)
+        run_to_end(scheduler, runner)
+        assert [sequence.finish_reason for sequence in sequences] == ["length", "length"]
+        assert sum(sequence.num_preemptions for sequence in sequences) <= 2, "thrashing"
+
+    def test_the_same_events_give_the_same_schedules(self) -> None:
+        def history() -> list[object]:
+            runner = FakeRunner(num_pages=10, page_size=4)
+            scheduler = make_scheduler(num_pages=10, page_size=4)
+            for i in range(6):
+                scheduler.add(make_sequence(f"s{i}", 3 + 5 * i % 7, 12, seed=i))
+            seen: list[object] = []
+            while scheduler.has_work:
+                schedule = scheduler.schedule()
+                seen.append((shape(schedule), [(row.sequence.slot, tuple(row.sequence.page_ids)) for row in schedule.sequences]))
+                for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+                    if sequence.num_generated_tokens == sequence.max_tokens:
+                        scheduler.finish(sequence, "length")
+            return seen
+
+        assert history() == history()
+
+    def test_a_step_looks_at_one_waiting_sequence_not_at_all(self) -> None:
+        class Counting(type(make_scheduler()._waiting)):
+            num_looks = 0
+
+            def __iter__(self):  # noqa: ANN204
+                for key in super().__iter__():
+                    Counting.num_looks += 1
+                    yield key
+
+        scheduler = make_scheduler(max_num_seqs=2)
+        scheduler._waiting = Counting()
+        for i in range(500):
+            scheduler.add(make_sequence(f"s{i}", 1, 9))
+        for _ in range(3):
+            schedule = scheduler.schedule()
+            scheduler.update(schedule, [1] * len(schedule.sequences))
+        assert Counting.num_looks == 2
+
+    def test_contradictory_limits_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"max_tokens_per_step must be at least scheduler.max_num_seqs \(8\).*got 4"):
+            make_scheduler(max_num_seqs=8, max_tokens_per_step=4)
+        with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
+            make_scheduler(max_num_seqs=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2**32 - 1), st.integers(0, 6)), min_size=1, max_size=8),
+    num_pages=st.integers(8, 24),
+    page_size=st.sampled_from([4, 8, 16]),
+    max_num_seqs=st.integers(1, 6),
+    budget_over=st.integers(0, 40),
+)
+def test_tokens_do_not_depend_on_company(
+    requests: list[tuple[int, int, int, int]], num_pages: int, page_size: int, max_num_seqs: int, budget_over: int
+) -> None:
+    """Batch mates, chunk size, page size, preemption and arrival: a request's tokens are those of the plain run."""
+    runner = FakeRunner(num_pages=num_pages, page_size=page_size, max_num_seqs=max_num_seqs)
+    scheduler = make_scheduler(num_pages, page_size, max_num_seqs, max_num_seqs + budget_over)
+    sequences: list[Sequence] = []
+    for i, (prompt_len, max_tokens, seed, num_steps_before) in enumerate(requests):
+        for _ in range(num_steps_before):
+            schedule = scheduler.schedule()
+            if schedule.sequences:
+                for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+                    if sequence.num_generated_tokens == sequence.max_tokens:
+                        scheduler.finish(sequence, "length")
+        sequences.append(make_sequence(f"s{i}", prompt_len, max_tokens, seed))
+        scheduler.add(sequences[-1])
+    run_to_end(scheduler, runner)
+    for sequence, (prompt_len, max_tokens, seed, _) in zip(sequences, requests, strict=True):
+        assert sequence.token_ids[prompt_len:] == plain_run(sequence.token_ids[:prompt_len], max_tokens, seed)
