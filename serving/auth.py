@@ -1,0 +1,28 @@
+"""The API key check, for both APIs."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from jaxserve.errors import UnauthenticatedError
+
+
+def require_key(authorization: str | None, api_keys: Sequence[str]) -> None:
+    """Checks an ``Authorization: Bearer KEY`` header. Takes the same time for every wrong key of a length.
+
+    Args:
+        authorization: The header's value.
+        api_keys: Any of these is right; empty lets everyone in.
+
+    Raises:
+        UnauthenticatedError: No key, or none of these.
+    """
+    if not api_keys:
+        return
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise UnauthenticatedError("no API key: send it as the header 'Authorization: Bearer KEY'")
+    given = key.strip().encode("utf-8", "surrogateescape")
+    if not any([hmac.compare_digest(given, allowed.encode()) for allowed in api_keys]):  # a list: no early exit
+        raise UnauthenticatedError("incorrect API key")

@@ -1,0 +1,78 @@
+"""What the front ends need of an engine. ``AsyncEngine`` provides it; the front ends themselves import neither it nor jax."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from jaxserve.request import Request, RequestOutput, SamplingParams
+
+EngineState = Literal["starting", "ready", "draining", "dead"]
+
+
+class ServedTokenizer(Protocol):
+    """See ``jaxserve.tokenizer.Tokenizer``. Safe to call from several threads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_vars: Any) -> str: ...
+
+
+class ServedEngine(Protocol):
+    """See ``jaxserve.engine.async_engine.AsyncEngine``. All attributes but ``state`` exist only once the engine has been ready."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def tokenizer(self) -> ServedTokenizer: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]: ...
+
+    def make_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
+        """All checks at the door.
+
+        Raises:
+            InvalidRequestError: Empty prompt, ids out of range.
+            ContextLengthError: Too long for the context or for the pool.
+        """
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """The request's outputs; the last one has a finish reason."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request within one step and frees its pages. False when no such request is in flight."""
+        ...
+
+    def stats(self) -> Any:
+        """A dataclass of counters and gauges."""
+        ...
+
+    def start(self) -> None: ...
+
+    async def wait_ready(self) -> None:
+        """Returns once requests are taken; raises what made the start fail."""
+        ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new and returns when nothing is left in flight; after ``timeout_s`` the rest is aborted."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,58 @@
+"""The outermost layer of the HTTP API: request ids, API keys, and the last catch for errors that nobody expected. Plain ASGI: it costs a stream nothing."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.serving.auth import require_key
+from jaxserve.serving.http_api.responses import error_response
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+"""Answered without an API key: load balancers have none."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class FrontDoor:
+    """Wraps the application.
+
+    A client's ``X-Request-Id`` comes back in the answer if it is at most 128 harmless characters; else a new one does.
+
+    Args:
+        app: The application.
+        api_keys: See ``ServerConfig``.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._api_keys = tuple(api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given_id = headers.get("x-request-id", "")
+        request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                require_key(headers.get("authorization"), self._api_keys)
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            response = error_response(error)  # logs it if it is unexpected
+            if not started:
+                await response(scope, receive, send_with_id)

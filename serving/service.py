@@ -1,0 +1,228 @@
+"""What both APIs do alike between a parsed request and the engine's outputs: readiness, model name, sampling parameters, tokenisation, running, aborting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import reprlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxserve.config import Config
+from jaxserve.engine.params import resolve_params
+from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
+from jaxserve.request import Request, RequestOutput, SamplingParams
+from jaxserve.serving.contract import ServedEngine
+
+LONG_TEXT_CHARS = 4096
+"""Longer texts are tokenised in a thread: the event loop serves every stream, and a megabyte takes a second."""
+
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+T = TypeVar("T")
+
+
+class InferenceService:
+    """The engine as the front ends see it. Holds no state of requests.
+
+    Args:
+        engine: May still be starting; every method that needs it ready says so by ``EngineNotReadyError``.
+        config: The resolved configuration.
+    """
+
+    def __init__(self, engine: ServedEngine, config: Config) -> None:
+        self.engine = engine
+        self.config = config
+        self.version = _version()
+        self.started_s = int(time.time())
+
+    @property
+    def model_name(self) -> str:
+        return self.config.server.served_model_name or self.engine.model_name
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the same request may get another answer: model, arithmetic or version."""
+        model = self.config.model
+        parts = (self.version, self.model_name, model.source, model.revision, model.dtype)
+        return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+    def require_ready(self) -> None:
+        """Raises:
+        EngineNotReadyError: Starting or draining.
+        EngineDeadError: Dead.
+        """
+        state = self.engine.state
+        if state == "dead":
+            raise EngineDeadError("the engine has stopped after an internal error; restart the server")
+        if state != "ready":
+            raise EngineNotReadyError(f"the server is {state} and takes no requests now; /ready tells when it does")
+
+    def require_model(self, name: str | None) -> None:
+        """Accepts the served model's name, or none.
+
+        Raises:
+            UnknownModelError: Any other name.
+        """
+        if name is not None and name != self.model_name:
+            raise UnknownModelError(f"the model {reprlib.repr(name)} does not exist; this server serves {self.model_name!r}", param="model")
+
+    def sampling_params(self, given: Mapping[str, Any], *, default_max_tokens: int | None = None) -> SamplingParams:
+        """Validated parameters; what ``given`` omits takes the model's defaults.
+
+        Args:
+            given: Values by name of ``SAMPLING_FIELDS``.
+            default_max_tokens: Used where neither ``given`` nor the model's defaults limit the length.
+
+        Raises:
+            InvalidRequestError: A value out of its range.
+        """
+        defaults = self.engine.sampling_defaults
+        if default_max_tokens is not None:
+            defaults = {"max_tokens": default_max_tokens, **defaults}
+        return resolve_params(given, defaults)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; a long one does not hold up the event loop."""
+        return await _off_loop_if_long(len(text), lambda: self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        template_vars: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a rendered conversation.
+
+        Args:
+            messages: From ``parse_messages``.
+            add_generation_prompt: End with the opening of an assistant's turn.
+            add_special_tokens: Let the tokenizer add its own on top of the template's.
+            template_vars: Further variables of the template.
+
+        Raises:
+            InvalidRequestError: No template, or it failed; the message is the template's.
+        """
+        extra = dict(template_vars or {})
+        for name in ("messages", "add_generation_prompt"):
+            if name in extra:
+                raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}: the request has a field of its own for it", param="chat_template_kwargs")
+
+        def render_and_encode() -> list[int]:
+            tokenizer = self.engine.tokenizer
+            text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **extra)
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await _off_loop_if_long(sum(len(message["content"]) for message in messages), render_and_encode)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included.
+
+        Raises:
+            InvalidRequestError: An id outside the vocabulary.
+        """
+        vocab_size = self.engine.tokenizer.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(f"token id {token_id} is outside the vocabulary; ids are in [0, {vocab_size})", param="tokens")
+        return await _off_loop_if_long(len(token_ids), lambda: self.engine.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def make_request(self, token_ids: list[int], params: SamplingParams, request_id: str, *, truncate_prompt_tokens: int | None = None) -> Request:
+        """A request that passed every check.
+
+        Args:
+            token_ids: The prompt.
+            params: From ``sampling_params``.
+            request_id: Unique.
+            truncate_prompt_tokens: Keep only that many tokens at the end; -1 keeps as many as the context holds.
+
+        Raises:
+            InvalidRequestError: Empty prompt, ids out of range.
+            ContextLengthError: Too long.
+        """
+        if truncate_prompt_tokens is not None:
+            token_ids = self._truncated(token_ids, truncate_prompt_tokens)
+        return self.engine.make_request(token_ids, params, request_id)
+
+    def _truncated(self, token_ids: list[int], limit: int) -> list[int]:
+        max_model_len = self.engine.max_model_len
+        if limit > max_model_len:
+            raise ContextLengthError(
+                f"truncate_prompt_tokens is {limit}, more than the model's maximum context length of {max_model_len} tokens", param="truncate_prompt_tokens"
+            )
+        if limit != -1 and limit < 1:
+            raise InvalidRequestError(f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {limit}", param="truncate_prompt_tokens")
+        return token_ids[-(limit if limit != -1 else max_model_len) :]
+
+    async def run(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """The request's outputs up to the one with a finish reason. Leaving early, by any way, aborts it.
+
+        Raises:
+            EngineError: The engine could not finish it.
+        """
+        finished = False
+        try:
+            async for output in self.engine.generate(request):
+                finished = output.finish_reason is not None
+                if output.finish_reason == "error":
+                    raise EngineError(output.error or "the engine failed while it ran this request")
+                yield output
+        finally:
+            if not finished:
+                self.engine.abort(request.request_id)
+
+    async def run_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """The outputs of several requests that run side by side, each with the index of its request. One failure ends them all."""
+        if len(requests) == 1:
+            async with contextlib.aclosing(self.run(requests[0])) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._pump(index, request, queue)) for index, request in enumerate(requests)]
+        try:
+            num_running = len(tasks)
+            while num_running:
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_running -= item.finish_reason is not None
+                yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, index: int, request: Request, queue: asyncio.Queue[tuple[int, RequestOutput | Exception]]) -> None:
+        try:
+            async for output in self.run(request):
+                queue.put_nowait((index, output))
+        except Exception as error:  # handed over: the consumer raises it
+            queue.put_nowait((index, error))
+
+
+@contextlib.contextmanager
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames ``param`` of a refusal from the engine's word for a field to the one that the client used."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
+async def _off_loop_if_long(length: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if length > LONG_TEXT_CHARS else work()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jaxserve")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
