@@ -1,0 +1,1 @@
+"""One file a family, holding what its config means and nothing that families share."""
