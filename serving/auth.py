@@ -24,5 +24,6 @@ def require_key(authorization: str | None, api_keys: Sequence[str]) -> None:
     if scheme.lower() != "bearer" or not key.strip():
         raise UnauthenticatedError("no API key: send it as the header 'Authorization: Bearer KEY'")
     given = key.strip().encode("utf-8", "surrogateescape")
-    if not any([hmac.compare_digest(given, allowed.encode()) for allowed in api_keys]):  # a list: no early exit
+    matches = [hmac.compare_digest(given, allowed.encode()) for allowed in api_keys]  # no early exit
+    if not any(matches):
         raise UnauthenticatedError("incorrect API key")

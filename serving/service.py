@@ -112,7 +112,9 @@ class InferenceService:
         extra = dict(template_vars or {})
         for name in ("messages", "add_generation_prompt"):
             if name in extra:
-                raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}: the request has a field of its own for it", param="chat_template_kwargs")
+                raise InvalidRequestError(
+                    f"chat_template_kwargs must not hold {name!r}: the request has a field of its own for it", param="chat_template_kwargs"
+                )
 
         def render_and_encode() -> list[int]:
             tokenizer = self.engine.tokenizer

@@ -93,7 +93,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         async with contextlib.aclosing(self._events) as events:
             with contextlib.suppress(ClientGoneError):
                 await unless_gone(receive, self._send_all(events, send))

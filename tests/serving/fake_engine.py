@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class ByteTokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_vars: Any) -> str:
         if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template; use completions", param="messages")
-        for before, after in zip(messages, messages[1:], strict=False):
+        for before, after in itertools.pairwise(messages):
             if before["role"] == after["role"]:
                 raise InvalidRequestError("the chat template refused the messages: roles must alternate", param="messages")
         turns = [f"<{message['role']}>{message['content']}" for message in messages]

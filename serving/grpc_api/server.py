@@ -1,0 +1,111 @@
+"""The gRPC server around the service: ports, API keys, health and reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError, UnauthenticatedError
+from jaxserve.serving.auth import require_key
+from jaxserve.serving.contract import ServedEngine
+from jaxserve.serving.error_table import report_error
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
+from jaxserve.serving.grpc_api.servicer import InferenceServicer
+from jaxserve.serving.service import InferenceService
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class GrpcServer:
+    """A gRPC server bound to its port.
+
+    Health says NOT_SERVING, for the server ("") and for the service alike, until ``set_serving(True)``. Reflection is on, behind the API keys as all but
+    health is: load balancers have no key.
+
+    Args:
+        engine: May still be starting.
+        config: ``server.host``, ``grpc_port``, ``api_keys`` and ``max_body_bytes`` are read here.
+
+    Attributes:
+        port: The port bound, also where the configuration asked for any free one.
+
+    Raises:
+        ConfigError: The port is in use, or the address cannot be listened on.
+    """
+
+    def __init__(self, engine: ServedEngine, config: Config) -> None:
+        options = (
+            ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
+            ("grpc.max_receive_message_length", config.server.max_body_bytes),
+            ("grpc.max_send_message_length", -1),
+        )
+        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.server.api_keys)], options=options)
+        self._health = health.aio.HealthServicer()
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config)), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        host, port = config.server.host, config.server.grpc_port or 0
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port: int = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            self.port = 0
+            reason: Exception | None = error
+        else:
+            reason = None
+        if self.port == 0:
+            raise ConfigError(
+                f"server.grpc_port: cannot listen on {address}: the port is in use or the address is not this machine's; "
+                "choose another with --grpc-port (or --host)"
+            ) from reason
+
+    async def start(self) -> None:
+        """Begins to answer; health says NOT_SERVING."""
+        await self.set_serving(False)
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health answers from now on."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls and cancels those still running after ``grace_s``."""
+        await self._server.stop(grace_s)
+
+
+class _KeyGuard(grpc.aio.ServerInterceptor):
+    """Refuses calls without an API key, health aside."""
+
+    def __init__(self, api_keys: Sequence[str]) -> None:
+        self._api_keys = tuple(api_keys)
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]], handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            metadata = dict(handler_call_details.invocation_metadata)
+            authorization = metadata.get("authorization")
+            try:
+                require_key(authorization if isinstance(authorization, str) else None, self._api_keys)
+            except UnauthenticatedError as error:
+                return _refusal(error)
+        return await continuation(handler_call_details)
+
+
+def _refusal(error: UnauthenticatedError) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that ends any kind of call with the error's status."""
+    report = report_error(error)
+
+    async def refuse(_request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(getattr(grpc.StatusCode, report.row.grpc_code), report.message)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)

@@ -1,0 +1,183 @@
+"""The service ``jaxserve.v1.Inference``: from messages to engine requests and back, with the checks of the HTTP API."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import RequestOutput
+from jaxserve.serving import fields
+from jaxserve.serving.error_table import report_error
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
+from jaxserve.serving.messages import parse_messages
+from jaxserve.serving.service import SAMPLING_FIELDS, InferenceService, client_names
+
+MAX_REQUEST_ID_CHARS = 128
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(pb_grpc.InferenceServicer):
+    """Answers the methods of ``jaxserve_v1.proto``.
+
+    Args:
+        service: What both APIs share.
+    """
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async with _answering(context):
+            service = self._service
+            _check_known(request)
+            self._check(request.model)
+            given = _sampling_given(request)
+            with client_names({"prompt": request.WhichOneof("input") or "input"}):
+                params = service.sampling_params(given)
+                token_ids = await self._prompt(request)
+                truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+                engine_request = service.make_request(token_ids, params, _request_id(request.request_id), truncate_prompt_tokens=truncate)
+            async with contextlib.aclosing(service.run(engine_request)) as outputs:
+                async for output in outputs:
+                    yield _response(output)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        async with _answering(context):
+            _check_known(request)
+            self._check(request.model)
+            return pb.TokenizeResponse(token_ids=await self._prompt(request), max_model_len=self._service.engine.max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        async with _answering(context):
+            _check_known(request)
+            self._check(request.model)
+            with client_names({"tokens": "token_ids"}):
+                return pb.DetokenizeResponse(text=await self._service.decode(request.token_ids))
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        async with _answering(context):
+            _check_known(request)
+            if not request.request_id:
+                raise InvalidRequestError("request_id is required", param="request_id", code="missing_required_parameter")
+            return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        async with _answering(context):
+            _check_known(request)
+            self._check(request.model)
+            engine, model = self._service.engine, self._service.config.model
+            return pb.GetModelInfoResponse(
+                model=self._service.model_name,
+                source=model.source,
+                dtype=model.dtype,
+                max_model_len=engine.max_model_len,
+                vocab_size=engine.tokenizer.vocab_size,
+                has_chat_template=engine.tokenizer.chat_template is not None,
+            )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        async with _answering(context):
+            _check_known(request)
+            service = self._service
+            state = service.engine.state
+            return pb.GetServerInfoResponse(
+                version=service.version,
+                state=state,
+                uptime_s=time.time() - service.started_s,
+                stats=_numbers(service.engine.stats()) if state in ("ready", "draining") else {},
+            )
+
+    def _check(self, model: str) -> None:
+        self._service.require_ready()
+        self._service.require_model(model or None)
+
+    async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> Sequence[int]:
+        kind = request.WhichOneof("input")
+        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
+        if kind == "text":
+            return await self._service.encode(request.text, add_special_tokens=add_special_tokens)
+        if kind == "messages":
+            chat = request.messages
+            return await self._service.encode_chat(
+                parse_messages([_message(message) for message in chat.messages]),
+                add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+                add_special_tokens=add_special_tokens,
+            )
+        if isinstance(request, pb.GenerateRequest) and kind == "token_ids":
+            return list(request.token_ids.ids)
+        raise InvalidRequestError("input is required: text, token_ids or messages", param="input", code="missing_required_parameter")
+
+
+@contextlib.asynccontextmanager
+async def _answering(context: Context) -> AsyncIterator[None]:
+    """Ends the call by the error table if the block raises."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        report = report_error(error)
+        details = (("error-code", report.code), ("error-param", report.param))
+        # Metadata is ASCII; a field's name from the client may not be.
+        metadata = tuple((name, value.encode("ascii", "replace").decode()) for name, value in details if value)
+        await context.abort(getattr(grpc.StatusCode, report.row.grpc_code), report.message, metadata)
+
+
+def _check_known(message: Message, path: str = "") -> None:
+    """Refuses fields that the .proto does not have: a newer client's, which protobuf would drop in silence."""
+    for field in UnknownFieldSet(message):
+        raise InvalidRequestError(f"{message.DESCRIPTOR.name} has no field number {field.field_number}", param=path or None, code="unknown_parameter")
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
+            for item in value if descriptor.is_repeated else (value,):
+                _check_known(item, descriptor.name)
+
+
+def _sampling_given(request: pb.GenerateRequest) -> dict[str, Any]:
+    """The sampling fields that the client set, the unimplemented ones checked to be neutral."""
+    given: dict[str, Any] = {}
+    for descriptor, value in request.ListFields():
+        name = descriptor.name
+        if name in SAMPLING_FIELDS or name in fields.GRPC_FIELDS:
+            given[name] = list(value) if descriptor.is_repeated else value
+    return fields.select_fields(given, implemented=SAMPLING_FIELDS, neutral=fields.GRPC_FIELDS)
+
+
+def _request_id(given: str) -> str:
+    if len(given) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(f"request_id has {len(given)} characters; at most {MAX_REQUEST_ID_CHARS} are allowed", param="request_id")
+    return given or f"grpc-{uuid.uuid4().hex}"
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    return {"role": message.role, "content": message.content} | {name: getattr(message, name) for name in ("name", "tool_call_id") if message.HasField(name)}
+
+
+def _response(output: RequestOutput) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(request_id=output.request_id, text=output.text, token_ids=output.token_ids)
+    if output.finish_reason is None:
+        return response
+    response.finish_reason = output.finish_reason
+    if isinstance(output.stop_reason, str):
+        response.stop_string = output.stop_reason
+    elif output.stop_reason is not None:
+        response.stop_token_id = output.stop_reason
+    usage = output.usage
+    response.usage.CopyFrom(pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, total_tokens=usage.total_tokens))
+    return response
+
+
+def _numbers(stats: Any) -> dict[str, float]:
+    """The numbers of a stats dataclass by field name."""
+    return {name: float(value) for name, value in dataclasses.asdict(stats).items() if isinstance(value, (int, float))}

@@ -1,0 +1,174 @@
+"""Runs both front ends around an engine, from bound ports to a drained exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError
+from jaxserve.serving.contract import ServedEngine
+from jaxserve.serving.grpc_api.server import GrpcServer
+from jaxserve.serving.http_api.app import create_app
+
+logger = logging.getLogger(__name__)
+
+STATE_POLL_S = 0.25
+KEEP_ALIVE_S = 75
+"""Longer than clients keep an idle connection in their pools: the side that closes first should be theirs."""
+CLOSING_GRACE_S = 2.0
+"""For answers that are finished but not yet written when the drain is over."""
+SECOND_SIGNAL_STATUS = 130
+
+
+async def serve(config: Config, engine: ServedEngine) -> None:
+    """Serves until SIGINT or SIGTERM, then drains and returns.
+
+    Binds the ports before anything slow happens, answers probes while the engine starts, prints the "ready" line and a ``curl`` line on stderr once it takes
+    requests. The first signal lets running requests go on for ``server.drain_timeout_s``; a second one ends the process at once, with status 130.
+
+    Args:
+        config: ``server`` is read here.
+        engine: Not started yet. Closed on every way out.
+
+    Raises:
+        ConfigError: A port is in use, or the host cannot be listened on; the message names the option.
+        Exception: What made the engine's start fail.
+    """
+    try:
+        with contextlib.closing(_bind(config)) as http_socket:
+            grpc_server = GrpcServer(engine, config) if config.server.grpc_port is not None else None
+            with _stop_on_signal() as stop:
+                await _serve_bound(config, engine, http_socket, grpc_server, stop)
+    finally:
+        engine.close()
+
+
+async def _serve_bound(config: Config, engine: ServedEngine, http_socket: socket.socket, grpc_server: GrpcServer | None, stop: asyncio.Event) -> None:
+    http_server = _HttpServer(
+        uvicorn.Config(
+            create_app(engine, config),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(CLOSING_GRACE_S),
+        )
+    )
+    engine.start()
+    if grpc_server is not None:
+        await grpc_server.start()
+    tasks = {
+        "http": asyncio.create_task(http_server.serve(sockets=[http_socket])),
+        "stop": asyncio.create_task(stop.wait()),
+        "ready": asyncio.create_task(_announce(config, engine, http_socket, grpc_server)),
+    }
+    try:
+        pending = set(tasks.values())
+        while not stop.is_set():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what ended it
+            if tasks["http"] in done:
+                return
+        logger.info("draining: running requests have %g s; a second signal ends the process at once", config.server.drain_timeout_s)
+        if grpc_server is not None:
+            await grpc_server.set_serving(False)
+        if engine.state == "ready":
+            await engine.drain(config.server.drain_timeout_s)
+    finally:
+        tasks["ready"].cancel()
+        tasks["stop"].cancel()
+        http_server.should_exit = True
+        if grpc_server is not None:
+            await grpc_server.stop(CLOSING_GRACE_S)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def _announce(config: Config, engine: ServedEngine, http_socket: socket.socket, grpc_server: GrpcServer | None) -> None:
+    """Waits for the engine, says so, then keeps gRPC's health equal to its state."""
+    await engine.wait_ready()
+    port = http_socket.getsockname()[1]
+    where = f"HTTP on {_url(config.server.host, port)}" + (f", gRPC on port {grpc_server.port}" if grpc_server is not None else "")
+    print(f"ready: {config.server.served_model_name or engine.model_name}, {where}", file=sys.stderr)
+    print(curl_line(config, engine, port), file=sys.stderr, flush=True)
+    while grpc_server is not None:
+        await grpc_server.set_serving(engine.state == "ready")
+        await asyncio.sleep(STATE_POLL_S)
+
+
+def curl_line(config: Config, engine: ServedEngine, port: int) -> str:
+    """A shell command that asks the served model something: a chat where it has a template, else a completion."""
+    body: dict[str, object] = {"model": config.server.served_model_name or engine.model_name}
+    if engine.tokenizer.chat_template is not None:
+        path = "/v1/chat/completions"
+        body |= {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    else:
+        path = "/v1/completions"
+        body |= {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
+    parts = ["curl", "-s", _url(config.server.host, port) + path, "-H", "Content-Type: application/json"]
+    if config.server.api_keys:
+        parts += ["-H", f"Authorization: Bearer {config.server.api_keys[0]}"]
+    return shlex.join([*parts, "-d", json.dumps(body, ensure_ascii=False)])
+
+
+def _url(host: str, port: int) -> str:
+    name = "localhost" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host  # noqa: S104
+    return f"http://{name}:{port}"
+
+
+def _bind(config: Config) -> socket.socket:
+    host, port = config.server.host, config.server.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigError(f"server.host: {host!r} is no address to listen on: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)  # a port may be bound twice, but not listened on
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"server.port: cannot listen on {host}:{port}: {error}; choose another with --port (or --host)") from error
+    return listener
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second exits."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(SECOND_SIGNAL_STATUS)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn that leaves the signals to ``serve``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
