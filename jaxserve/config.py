@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import yaml
@@ -148,24 +149,29 @@ class Config:
             raise ConfigError(f"server.api_keys is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
 
 
-def load_config(files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Config:
-    """Reads YAML files and ``section.key=value`` overrides. A later one wins over an earlier one, an override over every file.
+def load_config(files: Sequence[Path] = (), overrides: Sequence[str] = (), values: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """Reads YAML files, then ``section.key=value`` overrides, then ``values``. What comes later wins.
+
+    Args:
+        files: YAML files whose sections are those of :class:`Config`.
+        overrides: Texts as typed on a command line.
+        values: Full key -> value.
 
     Raises:
         ConfigError: A file that cannot be read or is no plain YAML mapping of sections, an unknown key, a value of the wrong type or out of range.
     """
-    values: dict[str, object] = {}
+    merged: dict[str, object] = {}
     for file in files:
         try:
-            values |= _read(dict(_flatten(read_yaml(file))))
+            merged |= _read(dict(_flatten(read_yaml(file))))
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
             raise ConfigError(f"{override!r} is no override; must be section.key=value")
-        values |= _read({key.strip(): text.strip()})
-    return _build(values)
+        merged |= _read({key.strip(): text.strip()})
+    return _build(merged | _read(values))
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
@@ -191,6 +197,13 @@ def to_yaml(config: Config, *, show_secrets: bool = False) -> str:
             value = tuple(REDACTED for _ in config.server.api_keys)
         (tree.setdefault(section, {}) if section else tree)[name] = [*cast(tuple[object, ...], value)] if isinstance(value, tuple) else value
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=160)
+
+
+def summarize(config: Config) -> Iterator[str]:
+    """One line a section, without secrets, for logs."""
+    tree: dict[str, Any] = yaml.safe_load(to_yaml(config))
+    for name, section in tree.items():
+        yield f"{name}: {yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=1000).split(chr(10))[0].strip()}"
 
 
 @cache

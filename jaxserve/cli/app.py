@@ -1,0 +1,83 @@
+"""The ``jaxserve`` command: its sub-commands, and the one place where an error becomes a line on stderr and an exit status."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from jaxserve import __version__
+from jaxserve.cli.chat import chat
+from jaxserve.cli.convert import convert
+from jaxserve.cli.generate import generate
+from jaxserve.cli.models import models
+from jaxserve.cli.run import run
+from jaxserve.cli.show_config import show_config
+from jaxserve.cli.version import version
+from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
+
+USAGE_STATUS = 2
+FAILURE_STATUS = 1
+
+app = typer.Typer(
+    name="jaxserve",
+    help="Serve and run language models in JAX.",
+    epilog="Every command takes [bold]--config FILE[/bold] and words [bold]section.key=value[/bold]; [bold]jaxserve config[/bold] shows all keys.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", rich_help_panel="Use a model")(run)
+app.command("generate", rich_help_panel="Use a model")(generate)
+app.command("chat", rich_help_panel="Use a model")(chat)
+app.command("models", rich_help_panel="Look around")(models)
+app.command("convert", rich_help_panel="Look around")(convert)
+app.command("config", rich_help_panel="Look around")(show_config)
+app.command("version", rich_help_panel="Look around")(version)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[bool, typer.Option("--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Serve and run language models in JAX."""
+
+
+def main() -> None:
+    """Runs the command line and exits: 0, 2 for usage and configuration, 1 for every other failure."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        app(prog_name="jaxserve")
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        sys.exit(_report(error))
+
+
+def _report(error: Exception) -> int:
+    if logging.getLogger("jaxserve").isEnabledFor(logging.DEBUG):
+        traceback.print_exc()
+    expected = isinstance(error, JaxserveError | OSError)
+    hint = "" if expected else " (this is a bug; --debug prints the traceback)"
+    print(f"error: {_first_line(error) if expected else f'{type(error).__name__}: {_first_line(error)}'}{hint}", file=sys.stderr)
+    return USAGE_STATUS if isinstance(error, ConfigError | InvalidRequestError) else FAILURE_STATUS
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip() or type(error).__name__

@@ -1,0 +1,91 @@
+"""``jaxserve generate``: complete prompts and end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxserve.cli.options import (
+    ConfigFiles,
+    Debug,
+    MaxTokens,
+    MinP,
+    PlatformOption,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    Words,
+    resolve_config,
+    sampling_fields,
+)
+from jaxserve.platform import choose_platform
+
+if TYPE_CHECKING:
+    from jaxserve.llm import Completion
+
+
+def generate(
+    words: Words = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to continue. Repeatable; required.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object a line, in the order of the prompts.")] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", metavar="", help="Go on past the model's end of text.")] = False,
+    config: ConfigFiles = None,
+    platform: PlatformOption = None,
+    debug: Debug = False,
+) -> None:
+    """Continue one or more prompts with MODEL (default: smollm2-135m), all in one batch. Results go to stdout, logs to stderr.
+
+    Examples:
+
+        jaxserve generate --prompt "The capital of France is" --max-tokens 16 --temperature 0
+
+        jaxserve generate gemma3-270m --prompt "Once" --prompt "Twice" --json model.dtype=float32
+    """
+    if not prompt:
+        raise typer.BadParameter("at least one is needed", param_hint="--prompt")
+    resolved = resolve_config(words, config, platform=platform, debug=debug)
+    choose_platform(resolved.platform)
+
+    from jaxserve.engine.params import resolve_params
+
+    fields = sampling_fields(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos
+    )
+    resolve_params(fields, {})  # a bad value shows before the model loads, and before jax does
+
+    from jaxserve.llm import LLM
+
+    llm = LLM(config=resolved)
+    for index, completion in enumerate(llm.generate(prompt, resolve_params(fields, llm.sampling_defaults))):
+        if as_json:
+            print(to_json(completion), flush=True)
+        elif len(prompt) == 1:
+            print(completion.text, flush=True)
+        else:
+            print(f"[{index + 1}] {completion.prompt}\n{completion.text}\n", flush=True)
+
+
+def to_json(completion: Completion) -> str:
+    """One line: prompt, text, token_ids (generated only), finish_reason, stop_reason and usage."""
+    usage = {**dataclasses.asdict(completion.usage), "total_tokens": completion.usage.total_tokens}
+    fields = {
+        "prompt": completion.prompt,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "usage": usage,
+    }
+    return json.dumps(fields, ensure_ascii=False)

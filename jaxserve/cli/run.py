@@ -1,0 +1,73 @@
+"""``jaxserve run``: serve a model over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli.options import ConfigFiles, Debug, PlatformOption, Words, resolve_config
+from jaxserve.config import summarize
+from jaxserve.platform import choose_platform
+
+logger = logging.getLogger(__name__)
+
+_PANEL = "Server"
+
+
+def run(
+    words: Words = None,
+    host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address to listen on.", rich_help_panel=_PANEL, show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(metavar="N", help="HTTP port; 0 takes a free one.", rich_help_panel=_PANEL, show_default="8000")] = None,
+    grpc_port: Annotated[int | None, typer.Option(metavar="N", help="gRPC port; 0 takes a free one.", rich_help_panel=_PANEL, show_default="8001")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model's name in the API.", rich_help_panel=_PANEL, show_default="last part of MODEL")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Most tokens of prompt and answer together.", rich_help_panel=_PANEL, show_default="the model's limit")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", envvar="JAXSERVE_API_KEY", help="Clients must show one of these. Repeatable.", rich_help_panel=_PANEL, show_default="open to all"
+        ),
+    ] = None,
+    config: ConfigFiles = None,
+    platform: PlatformOption = None,
+    debug: Debug = False,
+) -> None:
+    """Serve MODEL (default: smollm2-135m) over an OpenAI-compatible HTTP API and gRPC. Ctrl-C finishes running requests, then ends.
+
+    Examples:
+
+        jaxserve run
+
+        jaxserve run gemma3-270m --port 9000 --api-key secret
+
+        jaxserve run ./model.gguf --max-model-len 4096 cache.memory_fraction=0.8
+    """
+    resolved = resolve_config(
+        words,
+        config,
+        platform=platform,
+        debug=debug,
+        flags={
+            "server.host": host,
+            "server.port": port,
+            "server.grpc_port": grpc_port,
+            "server.served_model_name": served_model_name,
+            "server.api_keys": api_key or None,
+            "model.max_model_len": max_model_len,
+        },
+    )
+    for line in summarize(resolved):
+        logger.info("%s", line)
+    choose_platform(resolved.platform)
+
+    from jaxserve.engine.async_engine import AsyncEngine
+    from jaxserve.engine.build import build_engine
+    from jaxserve.serving.launch import serve
+
+    asyncio.run(serve(resolved, AsyncEngine(lambda: build_engine(resolved))))
