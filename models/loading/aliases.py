@@ -47,8 +47,6 @@ class Alias:
     chat: bool
 
 
-
-
 ALIASES: dict[str, Alias] = {
     alias.name: alias
     for alias in (

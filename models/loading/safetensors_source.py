@@ -81,7 +81,7 @@ def _shard_names(folder: Path) -> str | dict[str, str]:
         raise CheckpointError(f"{folder / INDEX_FILE}: 'weight_map' is no object with at least one tensor")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / INDEX_FILE}: tensor {name!r} is placed in {file_name!r}; allowed is the name of a .safetensors file in the folder")
+            raise CheckpointError(f"{folder / INDEX_FILE}: tensor {name!r} is placed in {file_name!r}, which is no name of a .safetensors file in the folder")
     return weight_map
 
 
