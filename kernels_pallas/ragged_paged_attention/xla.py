@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.dims import ceil_div, round_up
-from jaxserve.kernels_pallas.ragged_paged_attention.api import KVPool, PoolShape, RaggedBatch
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, PoolShape, RaggedBatch
 
 KEY_BLOCK = 256
 """Keys of one online-softmax block. 128 to 256 measured 5 to 20% apart on two cores; larger blocks waste short contexts."""

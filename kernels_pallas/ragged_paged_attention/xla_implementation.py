@@ -1,0 +1,48 @@
+"""The XLA code of ``xla.py`` under the interface that all implementations share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxserve.kernels_pallas.ragged_paged_attention import xla
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch
+
+
+def _prepare(batch: RaggedBatch, problem: Problem) -> xla.Work:
+    return xla.prepare(batch, problem.num_tokens)
+
+
+def _attend(
+    q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, work: xla.Work, *, problem: Problem, layer: Any, window: Any,
+    scale: float, soft_cap: float | None, sinks_N: Array | None, kv_scales: KVScales | None,
+) -> tuple[Array, KVPool]:  # fmt: skip
+    assert kv_scales is None
+    return xla.attend(
+        q_TNH, k_TKH, v_TKH, pool, batch, work, layer=layer, window=window, num_pages=problem.pool.num_pages, page_size=problem.pool.page_size,
+        scale=scale, soft_cap=soft_cap, sinks_N=sinks_N,
+    )  # fmt: skip
+
+
+def _refusal(problem: Problem) -> str | None:
+    if jnp.dtype(problem.pool.dtype) in (jnp.int8, jnp.float8_e4m3fn):
+        return f"xla has no {jnp.dtype(problem.pool.dtype).name} pool; use bfloat16 or float32"
+    return None
+
+
+def _pack(k_PZKH: Array, v_PZKH: Array, shape: PoolShape) -> KVPool:
+    rows = xla.init_pool(shape).k.shape
+    return KVPool(k_PZKH.reshape(rows), v_PZKH.reshape(rows))
+
+
+def _unpack(pool: KVPool, shape: PoolShape) -> tuple[Array, Array]:
+    assert pool.v is not None
+    logical = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    return pool.k.reshape(logical), pool.v.reshape(logical)
+
+
+IMPLEMENTATION = Implementation(
+    name="xla", init_pool=xla.init_pool, prepare=_prepare, attend=_attend, refusal=_refusal, pack=_pack, unpack=_unpack
+)  # fmt: skip
