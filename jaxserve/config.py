@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -203,7 +204,7 @@ def summarize(config: Config) -> Iterator[str]:
     """One line a section, without secrets, for logs."""
     tree: dict[str, Any] = yaml.safe_load(to_yaml(config))
     for name, section in tree.items():
-        yield f"{name}: {yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=1000).split(chr(10))[0].strip()}"
+        yield f"{name}: {json.dumps(section, ensure_ascii=False)}"
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import sys
 import traceback
 from typing import Annotated
@@ -16,6 +15,7 @@ from jaxserve.cli.chat import chat
 from jaxserve.cli.convert import convert
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models
+from jaxserve.cli.output import emit
 from jaxserve.cli.run import run
 from jaxserve.cli.show_config import show_config
 from jaxserve.cli.version import version
@@ -45,7 +45,7 @@ app.command("version", rich_help_panel="Look around")(version)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"jaxserve {__version__}")
+        emit(f"jaxserve {__version__}")
         raise typer.Exit
 
 
@@ -63,9 +63,6 @@ def main() -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         app(prog_name="jaxserve")
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         sys.exit(_report(error))
 

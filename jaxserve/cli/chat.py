@@ -26,6 +26,7 @@ from jaxserve.cli.options import (
     resolve_config,
     sampling_fields,
 )
+from jaxserve.cli.output import emit
 from jaxserve.errors import EngineError, InvalidRequestError
 from jaxserve.platform import choose_platform
 
@@ -80,8 +81,8 @@ def chat(
         try:
             with interrupts() as is_interrupted:
                 for piece in conversation.reply(text, is_interrupted):
-                    print(piece, end="", flush=True)
-            print(flush=True)
+                    emit(piece, end="")
+            emit("")
         except InvalidRequestError as error:
             print(f"error: {error} (/clear starts over)", file=sys.stderr)
 
@@ -164,7 +165,7 @@ def _read_lines(prompt: str) -> Iterator[str]:
             line = input(prompt)
         except EOFError:
             if prompt:
-                print()
+                print(file=sys.stderr)
             return
         except KeyboardInterrupt:
             if not prompt:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli.options import ConfigFiles, Debug, resolve_config
+from jaxserve.cli.output import emit
 from jaxserve.cli.progress import progress_bars
 from jaxserve.errors import ConfigError
 from jaxserve.platform import choose_platform
@@ -37,4 +38,4 @@ def convert(
 
     with progress_bars() as progress:
         convert_checkpoint(resolved.model, destination, progress=progress)
-    print(destination, flush=True)
+    emit(str(destination))

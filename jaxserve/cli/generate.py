@@ -23,6 +23,7 @@ from jaxserve.cli.options import (
     resolve_config,
     sampling_fields,
 )
+from jaxserve.cli.output import emit
 from jaxserve.platform import choose_platform
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ def generate(
     llm = LLM(config=resolved)
     for index, completion in enumerate(llm.generate(prompt, resolve_params(fields, llm.sampling_defaults))):
         if as_json:
-            print(to_json(completion), flush=True)
+            emit(to_json(completion))
         elif len(prompt) == 1:
-            print(completion.text, flush=True)
+            emit(completion.text)
         else:
-            print(f"[{index + 1}] {completion.prompt}\n{completion.text}\n", flush=True)
+            emit(f"[{index + 1}] {completion.prompt}\n{completion.text}\n")
 
 
 def to_json(completion: Completion) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli.options import Debug
+from jaxserve.cli.output import emit
 from jaxserve.log import set_up_logging
 
 
@@ -49,16 +50,16 @@ def models(
     architectures = sorted(ARCHITECTURES)
     if as_json:
         rows = {"aliases": [dataclasses.asdict(row) for row in aliases], "hub_cache": [dataclasses.asdict(row) for row in from_hub]}
-        print(json.dumps({**rows, "architectures": architectures}), flush=True)
+        emit(json.dumps({**rows, "architectures": architectures}))
         return
-    print(f"{'ALIAS':<14} {'SIZE':>8}  {'CACHED':<7} {'CHAT':<5} MODEL, LICENCE")
+    emit(f"{'ALIAS':<14} {'SIZE':>8}  {'CACHED':<7} {'CHAT':<5} MODEL, LICENCE")
     for row in aliases:
-        print(f"{row.name:<14} {_megabytes(row.num_bytes):>8}  {_yes_no(row.cached):<7} {_yes_no(row.chat):<5} {row.title}, {row.licence}")
+        emit(f"{row.name:<14} {_megabytes(row.num_bytes):>8}  {_yes_no(row.cached):<7} {_yes_no(row.chat):<5} {row.title}, {row.licence}")
     if from_hub:
-        print("\nHUB MODELS IN THE CACHE")
+        emit("\nHUB MODELS IN THE CACHE")
         for model in from_hub:
-            print(f"{model.name} ({_megabytes(model.num_bytes)})")
-    print(f"\nARCHITECTURES (safetensors, Orbax or GGUF)\n{', '.join(architectures)}\n\nFiles of aliases are kept in {models_folder()}.", flush=True)
+            emit(f"{model.name} ({_megabytes(model.num_bytes)})")
+    emit(f"\nARCHITECTURES (safetensors, Orbax or GGUF)\n{', '.join(architectures)}\n\nFiles of aliases are kept in {models_folder()}.")
 
 
 def cached_hub_models(folder: Path | None = None) -> list[CachedModel]:

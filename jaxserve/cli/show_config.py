@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli.options import ConfigFiles, Debug, PlatformOption, Words, resolve_config
+from jaxserve.cli.output import emit
 from jaxserve.config import to_yaml
 
 
@@ -25,4 +26,4 @@ def show_config(
 
         jaxserve config --config mine.yaml server.port=9000 > resolved.yaml
     """
-    print(to_yaml(resolve_config(words, config, platform=platform, debug=debug), show_secrets=show_secrets), end="", flush=True)
+    emit(to_yaml(resolve_config(words, config, platform=platform, debug=debug), show_secrets=show_secrets), end="")

@@ -6,12 +6,13 @@ import importlib.metadata
 import platform
 
 from jaxserve import __version__
+from jaxserve.cli.output import emit
 
 _REPORTED = ("jax", "jaxlib", "flax", "transformers", "grpcio", "fastapi")
 
 
 def version() -> None:
     """Print the versions of jaxserve and of what it stands on."""
-    print(f"jaxserve {__version__}\npython {platform.python_version()} ({platform.system()} {platform.machine()})")
+    emit(f"jaxserve {__version__}\npython {platform.python_version()} ({platform.system()} {platform.machine()})")
     for name in _REPORTED:
-        print(f"{name} {importlib.metadata.version(name)}")
+        emit(f"{name} {importlib.metadata.version(name)}")
