@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -99,7 +99,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     A loop that neither calls nor prints anything cannot be stopped; Jinja's ``range`` (at most 100,000) and the size of the request bound those.
     """
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops: ClassVar = frozenset({"*", "**"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])

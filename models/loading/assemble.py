@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -66,22 +67,33 @@ def check_keys(source: TensorSource, spec: ModelSpec) -> None:
 
     Two kinds of extra keys are let pass: rotary frequency buffers, and an output head beside tied embeddings when both are equal.
     """
-    expected = _expected_shapes(spec)
-    found = set(source.keys())
-    missing = sorted(expected.keys() - found)
-    extra = sorted(name for name in found - expected.keys() if not ROTARY_BUFFER.fullmatch(name))
-    if spec.tied and HEAD in extra and EMBEDDING in found and _equal(source, HEAD, EMBEDDING):
-        extra.remove(HEAD)
-    misshapen = [
-        f"{name} is {list(found_shape)}, expected {list(shape)}"
-        for name, shape in sorted(expected.items())
-        if name in found and (found_shape := source.shape(name)) != shape
-    ]
-    problems = [_listed("missing", missing), _listed("not part of the model", extra), _listed("of another shape", misshapen)]
-    if spec.tied and HEAD in extra:
-        problems.append(f"{HEAD} differs from {EMBEDDING}, although the config ties them")
+    found = {name: source.shape(name) for name in source.keys() if not ROTARY_BUFFER.fullmatch(name)}  # noqa: SIM118  not a mapping
+    clash = ""
+    if spec.tied and HEAD in found and EMBEDDING in found:
+        if _equal(source, HEAD, EMBEDDING):
+            del found[HEAD]
+        else:
+            clash = f"{HEAD} differs from {EMBEDDING}, although the config ties them"
+    refuse_problems("the checkpoint", [*key_problems(_expected_shapes(spec), found), clash])
+
+
+def key_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What is wrong with a checkpoint's keys, one text a kind of problem; the first keys of each kind are named."""
+    shared = sorted(expected.keys() & found.keys())
+    wrong = [f"{name} is {list(found[name])}, expected {list(expected[name])}" for name in shared if found[name] != expected[name]]
+    kinds = {"missing": sorted(expected.keys() - found.keys()), "not part of the model": sorted(found.keys() - expected.keys()), "of another shape": wrong}
+    problems: list[str] = []
+    for kind, names in kinds.items():
+        if names:
+            more = f", and {len(names) - MAX_LISTED_KEYS} more" if len(names) > MAX_LISTED_KEYS else ""
+            problems.append(f"{len(names)} {kind}: {', '.join(names[:MAX_LISTED_KEYS])}{more}")
+    return problems
+
+
+def refuse_problems(what: object, problems: Sequence[str]) -> None:
+    """Raises :class:`CheckpointError` if there is any problem."""
     if text := "; ".join(filter(None, problems)):
-        raise CheckpointError(f"the checkpoint does not fit the model: {text}")
+        raise CheckpointError(f"{what} does not fit the model: {text}")
 
 
 def num_values(param: ParamSpec, spec: ModelSpec) -> int:
@@ -125,13 +137,6 @@ def _aligned_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f", and {len(names) - MAX_LISTED_KEYS} more" if len(names) > MAX_LISTED_KEYS else ""
-    return f"{len(names)} {what}: {', '.join(names[:MAX_LISTED_KEYS])}{more}"
 
 
 class _Report:

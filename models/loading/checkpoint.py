@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from jaxserve.config import ModelConfig
+from jaxserve.errors import CheckpointError
 from jaxserve.models.hf_config import spec_from_config
 from jaxserve.models.loading.folder_files import read_config, read_generation_defaults
-from jaxserve.models.loading.gguf_config import apply_rope_factors, gguf_architecture, gguf_config
+from jaxserve.models.loading.gguf_config import gguf_architecture, gguf_config, rope_factors
 from jaxserve.models.loading.gguf_file import GGUFFile, open_gguf
 from jaxserve.models.loading.gguf_source import GGUFSource
-from jaxserve.models.loading.orbax_layout import is_orbax_folder
+from jaxserve.models.loading.orbax_layout import is_orbax_folder, read_rope_factors
 from jaxserve.models.loading.progress import Progress
 from jaxserve.models.loading.resolve import Resolved, resolve
 from jaxserve.models.loading.safetensors_source import SafetensorsSource
@@ -104,18 +108,33 @@ def open_checkpoint(config: ModelConfig, *, progress: Progress | None = None) ->
 def _open_gguf(resolved: Resolved) -> Checkpoint:
     file = open_gguf(resolved.path)
     config = gguf_config(file)
-    spec = apply_rope_factors(file, spec_from_config(config))
+    spec = _with_rope_factors(spec_from_config(config), rope_factors(file), file.path)
     return Checkpoint(name=resolved.name, path=resolved.path, format="gguf", config=config, spec=spec, gguf=file)
 
 
 def _open_folder(resolved: Resolved) -> Checkpoint:
-    config = read_config(resolved.path)
+    folder = resolved.path
+    config = read_config(folder)
+    is_orbax = is_orbax_folder(folder)
     return Checkpoint(
         name=resolved.name,
-        path=resolved.path,
-        format="orbax" if is_orbax_folder(resolved.path) else "safetensors",
+        path=folder,
+        format="orbax" if is_orbax else "safetensors",
         config=config,
-        spec=spec_from_config(config),
+        spec=_with_rope_factors(spec_from_config(config), read_rope_factors(folder) if is_orbax else None, folder),
         revision=resolved.revision,
-        generation_defaults=read_generation_defaults(resolved.path),
+        generation_defaults=read_generation_defaults(folder),
     )
+
+
+def _with_rope_factors(spec: ModelSpec, factors: Sequence[float] | None, path: Path) -> ModelSpec:
+    """Divides the inverse frequencies by factors that a config cannot express."""
+    if factors is None:
+        return spec
+    if len(factors) != spec.head_dim // 2 or not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise CheckpointError(f"{path}: its rope factors are not {spec.head_dim // 2} positive numbers: {factors!r:.80}")
+    # Rounded as the frequencies of a config are: to float32.
+    ropes = tuple(
+        dataclasses.replace(rope, inv_freq=tuple((np.asarray(rope.inv_freq) / np.asarray(factors)).astype(np.float32).tolist())) for rope in spec.ropes
+    )
+    return dataclasses.replace(spec, ropes=ropes)

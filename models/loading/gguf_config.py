@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.loading.gguf_file import GGUFFile
-from jaxserve.models.spec import ModelSpec
 
 GEMMA_LOCAL_ROPE_BASE = 10000.0
 GEMMA_WINDOW_PATTERN = 6
 GEMMA_27B_LAYERS = 62
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Part of the spec (:func:`rope_factors`); no parameter."""
 
 # Texts of control tokens that end a turn or a document: many converters record only one end token, so llama.cpp looks for these too.
 END_TOKEN_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>")
@@ -105,19 +108,18 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def apply_rope_factors(file: GGUFFile, spec: ModelSpec) -> ModelSpec:
-    """Divides the inverse frequencies by ``rope_freqs.weight``, the form in which GGUF keeps Llama 3's rope scaling."""
-    tensor = file.tensors.get("rope_freqs.weight")
+def rope_factors(file: GGUFFile) -> list[float] | None:
+    """``rope_freqs.weight``, the form in which GGUF keeps Llama 3's rope scaling: what each inverse frequency is divided by.
+
+    Raises:
+        CheckpointError: It holds something else than positive numbers, one a frequency.
+    """
+    tensor = file.tensors.get(ROPE_FACTORS)
     if tensor is None:
-        return spec
-    half = spec.head_dim // 2
-    if tensor.shape != (half,) or tensor.type.name != "F32":
-        raise CheckpointError(f"{file.path}: tensor 'rope_freqs.weight' is {tensor.type.name} {list(tensor.shape)}; expected is F32 [{half}]")
-    factors = np.asarray(file.rows("rope_freqs.weight")).view("<f4").reshape(half).astype(np.float64)
-    if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise CheckpointError(f"{file.path}: tensor 'rope_freqs.weight' holds factors that are not positive numbers")
-    ropes = tuple(dataclasses.replace(rope, inv_freq=tuple((np.asarray(rope.inv_freq) / factors).astype(np.float32).tolist())) for rope in spec.ropes)
-    return dataclasses.replace(spec, ropes=ropes)
+        return None
+    if tensor.type != GGMLQuantizationType.F32:
+        raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS!r} has type {tensor.type.name}; expected is F32")
+    return np.asarray(file.rows(ROPE_FACTORS)).reshape(-1).view("<f4").tolist()
 
 
 def token_id(file: GGUFFile, name: str) -> int | None:

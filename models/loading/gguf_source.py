@@ -11,7 +11,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.loading.gguf_config import Architecture
+from jaxserve.models.loading.gguf_config import ROPE_FACTORS, Architecture
 from jaxserve.models.loading.gguf_file import GGUFFile, GGUFTensor
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -23,9 +23,6 @@ _LAYER = {
 _GEMMA_LAYER = _LAYER | {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-_ROPE_FACTORS = "rope_freqs.weight"
-"""Part of the spec, see ``gguf_config.apply_rope_factors``; no parameter."""
-
 _BLOCK_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 _PLAIN_NAME = re.compile(r"([a-z_]+)\.(weight|bias)")
 _CHUNK_VALUES = 1 << 16
@@ -48,7 +45,7 @@ class GGUFSource:
         self._file = file
         self._architecture = architecture
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture.permuted_qk else {}
-        self._names = {hf_name(name, architecture): name for name in file.tensors if name != _ROPE_FACTORS}
+        self._names = {hf_name(name, architecture): name for name in file.tensors if name != ROPE_FACTORS}
         for tensor in {tensor.type: tensor for tensor in file.tensors.values()}.values():
             _check_type(file.path, tensor)
 
