@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +25,7 @@ from jaxserve.cli.options import (
     sampling_fields,
 )
 from jaxserve.cli.output import emit
+from jaxserve.errors import EngineError
 from jaxserve.platform import choose_platform
 
 if TYPE_CHECKING:
@@ -69,24 +71,29 @@ def generate(
     from jaxserve.llm import LLM
 
     llm = LLM(config=resolved)
-    for index, completion in enumerate(llm.generate(prompt, resolve_params(fields, llm.sampling_defaults))):
+    completions = llm.generate(prompt, resolve_params(fields, llm.sampling_defaults), progress=sys.stderr.isatty())
+    for index, completion in enumerate(completions):
         if as_json:
             emit(to_json(completion))
         elif len(prompt) == 1:
             emit(completion.text)
         else:
             emit(f"[{index + 1}] {completion.prompt}\n{completion.text}\n")
+    for index, completion in enumerate(completions):
+        if completion.error is not None:
+            raise EngineError(f"prompt {index + 1} did not finish: {completion.error}")
 
 
 def to_json(completion: Completion) -> str:
-    """One line: prompt, text, token_ids (generated only), finish_reason, stop_reason and usage."""
-    usage = {**dataclasses.asdict(completion.usage), "total_tokens": completion.usage.total_tokens}
-    fields = {
+    """One line: prompt, text, token_ids (generated only), finish_reason, stop_reason, usage, and error where there is one."""
+    fields: dict[str, object] = {
         "prompt": completion.prompt,
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        "usage": usage,
+        "usage": {**dataclasses.asdict(completion.usage), "total_tokens": completion.usage.total_tokens},
     }
+    if completion.error is not None:
+        fields["error"] = completion.error
     return json.dumps(fields, ensure_ascii=False)

@@ -72,12 +72,18 @@ class FakeLLM:
         type(self).made = self
         self.config = config
 
-    def generate(self, prompts: Sequence[str], params: SamplingParams) -> list[Any]:
+    def generate(self, prompts: Sequence[str], params: SamplingParams, *, progress: bool) -> list[Any]:
         self.params = params
         usage = Usage(prompt_tokens=2, completion_tokens=3)
         return [
             SimpleNamespace(
-                prompt=prompt, prompt_token_ids=(1, 2), text=prompt[::-1], token_ids=(3, 4, 5), finish_reason="stop", stop_reason=None, usage=usage
+                prompt=prompt,
+                text=prompt[::-1],
+                token_ids=(3, 4, 5),
+                finish_reason="error" if prompt == "fail" else "stop",
+                stop_reason=None,
+                usage=usage,
+                error="out of luck" if prompt == "fail" else None,
             )
             for prompt in prompts
         ]
@@ -166,6 +172,14 @@ def test_generate_prints_json_lines_in_order(jaxserve: Callable[..., Result], ll
 def test_generate_prints_plain_text(jaxserve: Callable[..., Result], llm: type[FakeLLM]) -> None:
     assert jaxserve("generate", "--prompt", "abc").out == "cba\n"
     assert jaxserve("generate", "--prompt", "abc", "--prompt", "de").out == "[1] abc\ncba\n\n[2] de\ned\n\n"
+
+
+def test_generate_prints_the_others_when_one_prompt_fails(jaxserve: Callable[..., Result], llm: type[FakeLLM]) -> None:
+    result = jaxserve("generate", "--prompt", "fail", "--prompt", "abc", "--json")
+    assert [json.loads(line)["text"] for line in result.out.splitlines()] == ["liaf", "cba"]
+    assert json.loads(result.out.splitlines()[0])["error"] == "out of luck"
+    assert result.status == 1
+    assert "prompt 1 did not finish: out of luck" in result.err
 
 
 def test_version(jaxserve: Callable[..., Result]) -> None:
