@@ -47,7 +47,7 @@ class GrpcServer:
             ("grpc.max_send_message_length", -1),
         )
         self._server = grpc.aio.server(interceptors=[_KeyGuard(config.server.api_keys)], options=options)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config)), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -89,13 +89,15 @@ class _KeyGuard(grpc.aio.ServerInterceptor):
         self._api_keys = tuple(api_keys)
 
     async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]], handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             metadata = dict(handler_call_details.invocation_metadata)
-            authorization = metadata.get("authorization")
+            authorization = metadata.get("authorization", "")
             try:
-                require_key(authorization if isinstance(authorization, str) else None, self._api_keys)
+                require_key(authorization.encode() if isinstance(authorization, str) else authorization, self._api_keys)
             except UnauthenticatedError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -102,7 +102,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._service.require_ready()
         self._service.require_model(model or None)
 
-    async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> Sequence[int]:
+    async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> list[int]:
         kind = request.WhichOneof("input")
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
         if kind == "text":

@@ -50,7 +50,7 @@ class FrontDoor:
 
         try:
             if scope["path"] not in OPEN_PATHS:
-                require_key(headers.get("authorization"), self._api_keys)
+                require_key(headers.get("authorization", "").encode("latin-1"), self._api_keys)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             response = error_response(error)  # logs it if it is unexpected

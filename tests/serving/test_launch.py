@@ -1,0 +1,229 @@
+"""From bound ports to a drained exit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError, ModelUnavailableError
+from jaxserve.serving.launch import curl_line, serve
+from tests.serving.fake_engine import FakeAsyncEngine
+from tests.serving.servers import http_server, server_config, until
+
+REPOSITORY = Path(__file__).parents[2]
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def run_served(scenario: Callable[[httpx.AsyncClient, grpc.aio.Channel], Awaitable[None]], engine: FakeAsyncEngine, **fields: Any) -> float:
+    """Runs a scenario beside ``serve``, then SIGTERM; returns the seconds from the signal to the end."""
+    config = server_config(**{"port": free_port(), "grpc_port": free_port(), **fields})
+
+    async def run() -> float:
+        served = asyncio.create_task(serve(config, engine))
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.server.port}") as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{config.server.grpc_port}") as channel,
+        ):
+            await asyncio.sleep(0)
+            await scenario(client, channel)
+            os.kill(os.getpid(), signal.SIGTERM)
+            start = time.monotonic()
+            await served
+            return time.monotonic() - start
+
+    return asyncio.run(run())
+
+
+async def health_of(channel: grpc.aio.Channel) -> int:
+    return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status
+
+
+async def until_ready(client: httpx.AsyncClient) -> None:
+    for _ in range(500):
+        if (await client.get("/ready")).status_code == 200:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("never ready")
+
+
+def test_from_starting_to_ready_to_closed(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = FakeAsyncEngine(state="starting", start_s=0.3)
+
+    async def scenario(client: httpx.AsyncClient, channel: grpc.aio.Channel) -> None:
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 503
+        assert await health_of(channel) == NOT_SERVING
+        assert "ready" not in capfd.readouterr().err
+        await until_ready(client)
+        assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+        await asyncio.sleep(0.05)
+        assert await health_of(channel) == SERVING
+        engine.state = "dead"
+        await asyncio.sleep(0.4)
+        assert await health_of(channel) == NOT_SERVING
+        assert (await client.get("/health")).status_code == 503
+
+    run_served(scenario, engine)
+    assert engine.closed
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    ready, curl = captured.err.splitlines()
+    assert re.fullmatch(r"ready: fake, HTTP on http://127\.0\.0\.1:\d+, gRPC on port \d+", ready)
+    assert curl.startswith("curl -s http://127.0.0.1:")
+
+
+def test_running_requests_may_finish_while_new_ones_are_refused() -> None:
+    async def scenario(client: httpx.AsyncClient, channel: grpc.aio.Channel) -> None:
+        await until_ready(client)
+        answer = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 50}))
+        await until(lambda: engine.running)
+        asyncio.get_running_loop().call_later(0.1, lambda: refused.append(asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"}))))
+        answers.append(answer)
+
+    engine = FakeAsyncEngine(step_s=0.01)
+    answers: list[Any] = []
+    refused: list[Any] = []
+    # The client lives as long as ``serve`` does: both calls are answered before it ends.
+    seconds = run_served(scenario, engine, drain_timeout_s=5.0)
+    assert 0.3 < seconds < 4
+    response = answers[0].result()
+    assert response.json()["usage"]["completion_tokens"] == 50
+    assert refused[0].result().status_code == 503
+
+
+def test_requests_that_outlast_the_drain_are_ended() -> None:
+    engine = FakeAsyncEngine(step_s=0.01, max_model_len=10_000)
+    answers: list[Any] = []
+
+    async def scenario(client: httpx.AsyncClient, channel: grpc.aio.Channel) -> None:
+        await until_ready(client)
+        answers.append(asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 5000}, timeout=30)))
+        await until(lambda: engine.running)
+
+    assert run_served(scenario, engine, drain_timeout_s=0.2) < 4
+    assert answers[0].result().json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_start_that_fails_ends_serve_with_its_error() -> None:
+    engine = FakeAsyncEngine(state="starting", start_error=ModelUnavailableError("no such model"))
+    with pytest.raises(ModelUnavailableError, match="no such model"):
+        asyncio.run(serve(server_config(), engine))
+    assert engine.closed
+
+
+def test_ports_in_use_are_named_with_their_option() -> None:
+    async def run() -> None:
+        async with http_server(FakeAsyncEngine()) as port:
+            engine = FakeAsyncEngine(state="starting")
+            with pytest.raises(ConfigError, match=rf"server\.port.*127\.0\.0\.1:{port}.*in use.*--port"):
+                await serve(server_config(port=port), engine)
+            with pytest.raises(ConfigError, match=rf"server\.grpc_port.*127\.0\.0\.1:{port}.*--grpc-port"):
+                await serve(server_config(grpc_port=port), engine)
+            with pytest.raises(ConfigError, match=r"server\.host"):
+                await serve(server_config(host="no such host"), engine)
+            assert engine.state in ("starting", "dead"), "never started"
+
+    asyncio.run(run())
+
+
+def test_http_alone() -> None:
+    async def run() -> None:
+        engine = FakeAsyncEngine(state="starting")
+        served = asyncio.create_task(serve(server_config(grpc_port=None), engine))
+        await until(lambda: engine.state == "ready")
+        os.kill(os.getpid(), signal.SIGINT)
+        await served
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "template", "has", "lacks"),
+    [
+        ({}, "t", ["http://127.0.0.1:80/v1/chat/completions", "'Content-Type: application/json'", '"messages"'], ["Authorization"]),
+        ({}, None, ["/v1/completions", '"prompt"'], ["messages"]),
+        ({"host": "0.0.0.0"}, "t", ["http://localhost:80/"], []),
+        ({"host": "::1"}, "t", ["http://[::1]:80/"], []),
+        ({"api_keys": ("a key's",), "served_model_name": "it's"}, "t", ["Authorization: Bearer a key"], []),
+    ],
+)
+def test_curl_line(fields: dict[str, Any], template: str | None, has: list[str], lacks: list[str]) -> None:
+    line = curl_line(server_config(**fields), FakeAsyncEngine(chat_template=template), 80)
+    assert "\n" not in line
+    assert all(part in line for part in has)
+    assert not any(part in line for part in lacks)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("template", ["t", None])
+def test_the_curl_line_can_be_pasted_into_a_shell(template: str | None) -> None:
+    async def run() -> bytes:
+        config = server_config(api_keys=("a key's",), served_model_name="it's")
+        engine = FakeAsyncEngine(chat_template=template)
+        async with http_server(engine, config) as port:
+            shell = await asyncio.create_subprocess_shell(curl_line(config, engine, port), stdout=subprocess.PIPE)
+            return (await shell.communicate())[0]
+
+    assert json.loads(asyncio.run(run()))["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("num_signals", "status"), [(1, 0), (2, 130)])
+def test_exit_status(num_signals: int, status: int) -> None:
+    """The first signal drains and exits 0, the second exits at once."""
+    program = textwrap.dedent("""
+        import asyncio
+        from jaxserve.serving.launch import serve
+        from tests.serving.fake_engine import FakeAsyncEngine
+        from tests.serving.servers import server_config
+
+        class NeverDrains(FakeAsyncEngine):
+            async def drain(self, timeout_s):
+                print("draining", flush=True)
+                await asyncio.sleep(TIMEOUT)
+
+        asyncio.run(serve(server_config(), NeverDrains(state="starting")))
+    """).replace("TIMEOUT", "0" if num_signals == 1 else "60")
+    command = [sys.executable, "-W", "error", "-c", program]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr.readline().startswith("ready: fake")
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "draining\n"
+        if num_signals == 2:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == status, process.stderr.read()
+
+
+def test_serving_imports_no_jax() -> None:
+    program = "import sys, jaxserve.serving.launch; assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
+
+
+def test_config_defaults_serve_both_ports() -> None:
+    assert (Config().server.port, Config().server.grpc_port) == (8000, 8001)
