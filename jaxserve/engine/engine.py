@@ -9,24 +9,25 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import Config
 from jaxserve.dims import ceil_div
 from jaxserve.engine.output import Delta, OutputProcessor
-from jaxserve.engine.params import sampling_defaults
+from jaxserve.engine.params import resolve_params
 from jaxserve.engine.schedule import Runner, Schedule
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.stats import EngineStats
-from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
+from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,16 +49,15 @@ class Engine:
         spec: Of the model; gives the vocabulary, the longest context and EOS ids.
         config: ``model.max_model_len``, ``scheduler`` and ``engine.check_integrity`` are read here.
         model_name: What the model is called.
-        generation_defaults: The model's ``generation_config.json``; empty for none.
+        sampling_defaults: The model's own values for sampling fields that a request leaves out.
         seed: Of the generator that gives a seed to each request without one; ``None`` for a fresh one.
 
     Attributes:
         max_model_len: Most tokens of prompt and output together.
-        sampling_defaults: Sampling fields that apply where a request has none.
 
     Raises:
         ConfigError: Limits that contradict each other or the model.
-        ModelError: ``generation_defaults`` out of range.
+        ModelError: A sampling default out of its range.
     """
 
     def __init__(
@@ -68,22 +68,26 @@ class Engine:
         config: Config,
         *,
         model_name: str = "model",
-        generation_defaults: Mapping[str, Any] | None = None,
+        sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         seed: int | None = None,
     ) -> None:
         self.max_model_len = config.model.max_model_len or spec.max_position
         if not 2 <= self.max_model_len <= spec.max_position:
             raise ConfigError(f"model.max_model_len must be in [2, {spec.max_position}] (the model's own limit), got {self.max_model_len}")
+        try:
+            resolve_params({}, sampling_defaults)
+        except InvalidRequestError as error:
+            raise ModelError(f"the sampling defaults of {model_name} cannot be used: {error}") from error
         assert runner.max_num_seqs >= config.scheduler.max_num_seqs
         self.tokenizer = tokenizer
         self.spec = spec
         self.model_name = model_name
-        self.sampling_defaults: Mapping[str, Any] = sampling_defaults(generation_defaults or {})
+        self.sampling_defaults = sampling_defaults
         self._runner = runner
         self._config = config
         self._scheduler = Scheduler(runner.num_pages, runner.page_size, config.scheduler)
         self._eos_token_ids = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-        self._seeds = random.Random(seed)
+        self._seeds = random.Random(seed)  # noqa: S311  (seeds of samples, no secrets)
         self._generations: dict[str, _Generation] = {}
         self._num_steps = 0
         self._num_requests = 0
@@ -150,7 +154,7 @@ class Engine:
             return None
         try:
             output = self._emit(generation.sequence, (), generation.processor.finish("abort"))
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's alone)
+        except Exception as error:  # whatever it is, it is this request's alone
             output = self._emit_error(generation.sequence, error)
         self._check_if_idle()
         return output
@@ -173,7 +177,7 @@ class Engine:
             token_ids = self._runner.dispatch(schedule).fetch()
         except EngineDeadError:
             raise
-        except Exception as error:  # noqa: BLE001  (any failure of a device step is handled alike)
+        except Exception as error:
             outputs = self._fail_step(schedule, error)
         else:
             outputs = [self._process(sequence) for sequence in self._scheduler.update(schedule, token_ids)]
@@ -243,20 +247,20 @@ class Engine:
         token_id = sequence.token_ids[-1]
         try:
             delta = self._generations[sequence.request.request_id].processor.push(token_id)
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is this request's alone)
+        except Exception as error:  # whatever it is, it is this request's alone
             return self._emit_error(sequence, error)
         return self._emit(sequence, (token_id,), delta)
 
     def _fail_step(self, schedule: Schedule, error: Exception) -> list[RequestOutput]:
         """Ends the requests of a failed step. The pool's content may be lost with it, so all others are computed anew."""
-        _log.error("a step of %d sequences failed", len(schedule.sequences), exc_info=error)
+        logger.error("a step of %d sequences failed", len(schedule.sequences), exc_info=error)
         outputs = [self._emit_error(scheduled.sequence, error, logged=True) for scheduled in schedule.sequences]
         self._scheduler.preempt_all()
         return outputs
 
     def _emit_error(self, sequence: Sequence, error: Exception, *, logged: bool = False) -> RequestOutput:
         if not logged:
-            _log.error("request %s failed", sequence.request.request_id, exc_info=error)
+            logger.error("request %s failed", sequence.request.request_id, exc_info=error)
         return self._emit(sequence, (), Delta("", "error"), f"{type(error).__name__}: {error}")
 
     def _emit(self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: str | None = None) -> RequestOutput:

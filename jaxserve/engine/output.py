@@ -21,7 +21,7 @@ class Detokenizer(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # one a token: not frozen for the reason given in schedule.py
 class Delta:
     """What one token, or the end, adds: fields as in :class:`jaxserve.request.RequestOutput`."""
 

@@ -40,7 +40,7 @@ class Sequence:
     num_prompt_tokens: int
     max_tokens: int
     num_computed_tokens: int = 0
-    page_ids: list[int] = dataclasses.field(default_factory=list)
+    page_ids: list[int] = dataclasses.field(default_factory=list[int])
     slot: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

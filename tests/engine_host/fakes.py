@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxserve.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from jaxserve.engine.engine import Engine
@@ -115,8 +115,8 @@ class FakeTokenizer:
         detokenizer = self.detokenizer((), skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> FakeDetokenizer:
         return FakeDetokenizer(skip_special_tokens)
@@ -132,6 +132,11 @@ class FakeDetokenizer:
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def scripted(*outputs: Sequence[int], prompt_len: int = 1) -> NextToken:
+    """Next tokens from a script: the prompt's first id says which one."""
+    return lambda token_ids, seed: outputs[token_ids[0]][len(token_ids) - prompt_len]
 
 
 def fake_spec(max_position: int = 128) -> ModelSpec:

@@ -1,0 +1,314 @@
+"""The engine in a thread of its own, for an asyncio program: streams, cancellation, start, drain and death. No transport here."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.stats import EngineStats
+from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, JaxserveError
+from jaxserve.models.spec import ModelSpec
+from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+EngineState = Literal["starting", "ready", "draining", "dead"]
+
+_ABORT_TIMEOUT_S = 5.0
+"""An abort takes effect after the step under way; one that takes longer than this is stuck."""
+
+_Command = Callable[[Engine], RequestOutput | None]
+"""Runs in the engine's thread; what it returns goes out with the step's outputs."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Stream:
+    """One request as its consumer sees it. Lives on the event loop.
+
+    A slow reader costs at most ``max_tokens`` outputs of memory: the engine does not wait for it.
+    """
+
+    request: Request
+    outputs: asyncio.Queue[RequestOutput] = dataclasses.field(default_factory=asyncio.Queue[RequestOutput])
+    num_generated_tokens: int = 0
+
+    def last_output(self, reason: FinishReason, error: str | None) -> RequestOutput:
+        """The last message of a stream that the engine cannot end any more."""
+        usage = Usage(prompt_tokens=len(self.request.prompt_token_ids), completion_tokens=self.num_generated_tokens)
+        request_id = self.request.request_id
+        return RequestOutput(request_id=request_id, token_ids=(), text="", finish_reason=reason, stop_reason=None, usage=usage, error=error)
+
+
+class AsyncEngine:
+    """Serves an :class:`Engine` to the coroutines of one event loop.
+
+    The engine's thread and the loop meet in two places only: commands go through a queue, on which an idle engine sleeps, and each step's outputs
+    come back in one call to the loop, which deals them out to the streams. Every stream ends with an output that has a finish reason, also when the
+    engine dies.
+
+    Args:
+        build: Makes the engine, warmed up; called in the engine's thread.
+
+    Attributes:
+        state: "starting" until the engine is built, then "ready"; "draining" from :meth:`drain` on; "dead" after a failed start, a failure that the
+            engine could not contain, or :meth:`close`.
+    """
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._build = build
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._started: Future[None] = Future()
+        self._engine: Engine | None = None
+        self._draining = False
+        self._closing = False
+        self._dead = False
+        # In the engine's thread only. Not the dictionary below: an id may be used again while the last outputs of its first use are on their way.
+        self._routes: dict[str, _Stream] = {}
+        # On the event loop only.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
+
+    # -- Life ---------------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        if self._dead:
+            return "dead"
+        if self._draining:
+            return "draining"
+        return "starting" if self._engine is None else "ready"
+
+    def start(self) -> None:
+        """Starts the engine's thread, which builds the engine and then serves. Returns at once; call it once."""
+        self._thread.start()
+
+    async def wait_ready(self) -> None:
+        """Waits until the engine is built.
+
+        Raises:
+            JaxserveError: Why it could not be built; any other exception of the build likewise.
+        """
+        await asyncio.shield(asyncio.wrap_future(self._started))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new requests, and returns when those in flight have ended.
+
+        Args:
+            timeout_s: How long they may go on, in seconds; then they are aborted, each with a last output.
+        """
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._no_streams.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests did not end within %g s and are aborted", len(self._streams), timeout_s)
+            for request_id in self._streams:
+                self.abort(request_id)
+            try:
+                await asyncio.wait_for(self._no_streams.wait(), _ABORT_TIMEOUT_S)
+            except TimeoutError:
+                logger.error("the engine has not answered for %g s; its streams are ended without it", _ABORT_TIMEOUT_S)
+                self._end_all("abort", None)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Aborts what is in flight and ends the thread. Does nothing the second time.
+
+        Args:
+            timeout_s: How long to wait for the step under way, in seconds. An engine that is still being built is not waited for: its thread ends
+                with the build, or with the process.
+        """
+        self._closing = True
+        self._commands.put(_wake)
+        if self._engine is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    # -- Requests -----------------------------------------------------------------------------------------------------------------------------
+
+    def make_request(self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None) -> Request:
+        """As :meth:`Engine.make_request`; refuses at once what can be known to fail.
+
+        Raises:
+            RequestError: The request itself is at fault.
+            EngineNotReadyError: The engine is starting or draining.
+            EngineDeadError: The engine is dead.
+        """
+        return self._admitting().make_request(prompt_token_ids, params, request_id)
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Runs a request and yields its outputs, the last with a finish reason.
+
+        When the consumer goes away (``aclose``, cancellation, or dropping the iterator), the request is aborted. It starts with the first
+        ``anext``, which also raises what is listed here.
+
+        Raises:
+            InvalidRequestError: The request's id is in flight already.
+            EngineNotReadyError: The engine is starting or draining.
+            EngineDeadError: The engine is dead.
+        """
+        self._admitting()
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise InvalidRequestError(f"request id {request_id!r} is in flight already", param="request_id")
+        self._loop = asyncio.get_running_loop()
+        stream = self._streams[request_id] = _Stream(request)
+        self._no_streams.clear()
+        self._commands.put(functools.partial(self._add, stream))
+        try:
+            finished = False
+            while not finished:
+                output = await stream.outputs.get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            if self._streams.get(request_id) is stream:
+                self._commands.put(functools.partial(_abort, request_id))
+                self._forget(request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Asks for the end of a request; its stream gets a last output with reason "abort". Call it on the event loop.
+
+        Returns:
+            Whether the request was in flight.
+        """
+        if request_id not in self._streams:
+            return False
+        self._commands.put(functools.partial(_abort, request_id))
+        return True
+
+    # -- The engine's facts -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._built().tokenizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._built().spec
+
+    @property
+    def model_name(self) -> str:
+        return self._built().model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._built().max_model_len
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self._built().sampling_defaults
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counts; they may be a step apart from each other.
+
+        Raises:
+            EngineNotReadyError: There is no engine yet.
+        """
+        return self._built().stats()
+
+    def _built(self) -> Engine:
+        if self._engine is None:
+            raise EngineDeadError("the engine could not be started") if self._dead else EngineNotReadyError("the engine is still starting")
+        return self._engine
+
+    def _admitting(self) -> Engine:
+        if self._dead:
+            raise EngineDeadError("the engine has stopped and answers nothing any more")
+        if self._draining or self._closing:
+            raise EngineNotReadyError("the server is shutting down and takes no new requests")
+        return self._built()
+
+    # -- On the event loop --------------------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, outputs: list[tuple[_Stream, RequestOutput]]) -> None:
+        for stream, output in outputs:
+            if self._streams.get(output.request_id) is not stream:  # its consumer has gone
+                continue
+            stream.num_generated_tokens = output.usage.completion_tokens
+            stream.outputs.put_nowait(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+
+    def _end_all(self, reason: FinishReason, error: str | None) -> None:
+        self._deliver([(stream, stream.last_output(reason, error)) for stream in self._streams.values()])
+
+    def _forget(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._no_streams.set()
+
+    # -- In the engine's thread ---------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:
+            self._dead = True
+            if not isinstance(error, JaxserveError):
+                logger.exception("the engine could not be started")
+            self._started.set_exception(error)
+            return
+        self._engine = engine
+        self._started.set_result(None)
+        try:
+            self._serve(engine)
+        except BaseException as error:
+            logger.exception("the engine has stopped")
+            self._dead = True  # before the streams are ended: one that begins after that is refused
+            self._on_loop(self._end_all, "error", f"the engine has stopped: {type(error).__name__}: {error}")
+        else:
+            self._dead = True
+            self._on_loop(self._end_all, "abort", None)
+
+    def _serve(self, engine: Engine) -> None:
+        while not self._closing:
+            commands = [] if engine.has_work else [self._commands.get()]  # an idle engine sleeps here
+            while not self._commands.empty():
+                commands.append(self._commands.get())
+            outputs = [self._route(output) for command in commands if (output := command(engine)) is not None]
+            outputs += [self._route(output) for output in engine.step()]
+            if outputs:
+                self._on_loop(self._deliver, outputs)
+
+    def _route(self, output: RequestOutput) -> tuple[_Stream, RequestOutput]:
+        is_last = output.finish_reason is not None
+        return (self._routes.pop(output.request_id) if is_last else self._routes[output.request_id]), output
+
+    def _add(self, stream: _Stream, engine: Engine) -> RequestOutput | None:
+        request = stream.request
+        self._routes[request.request_id] = stream
+        try:
+            engine.add(request)
+        except Exception as error:  # whatever it is, it is this request's alone
+            if not isinstance(error, JaxserveError):
+                logger.exception("request %s could not be added", request.request_id)
+            return stream.last_output("error", f"{type(error).__name__}: {error}")
+        return None
+
+    def _on_loop(self, callback: Callable[..., None], *args: object) -> None:
+        if self._loop is None:  # no stream has ever been opened
+            return
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed, and all consumers with it
+            logger.debug("the event loop is closed; outputs are dropped")
+
+
+def _wake(_: Engine) -> None:
+    """Does nothing, but ends the engine's sleep."""
+
+
+def _abort(request_id: str, engine: Engine) -> RequestOutput | None:
+    return engine.abort(request_id)

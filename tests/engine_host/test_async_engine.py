@@ -1,0 +1,280 @@
+"""The engine in its thread: streams, disconnects, start, drain, death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.engine import Engine, fold_seed
+from jaxserve.engine.schedule import Schedule
+from jaxserve.errors import ContextLengthError, EngineDeadError, EngineNotReadyError, InvalidRequestError, ModelUnavailableError
+from jaxserve.request import RequestOutput, SamplingParams
+from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine, plain_run
+
+
+class SlowRunner(FakeRunner):
+    """Takes a millisecond a step, like a device; or stands still until told."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def dispatch(self, schedule: Schedule) -> FakeStep:
+        time.sleep(0.001)
+        self.gate.wait()
+        return super().dispatch(schedule)
+
+
+@contextlib.asynccontextmanager
+async def serving(runner: FakeRunner | None = None, build: Callable[[], Engine] | None = None) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(build or (lambda: fake_engine(runner or SlowRunner(num_pages=64, page_size=4, max_num_seqs=16), max_tokens_per_step=64)))
+    engine.start()
+    try:
+        await engine.wait_ready()
+        yield engine
+    finally:
+        engine.close()
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], request_id: str | None = None, **fields: Any) -> list[RequestOutput]:
+    return [output async for output in engine.generate(engine.make_request(prompt, SamplingParams(**fields), request_id))]
+
+
+async def all_free(engine: AsyncEngine) -> None:
+    """Waits, a second at most, until nothing is held."""
+    for _ in range(1000):
+        stats = engine.stats()
+        if stats.num_free_pages == stats.num_pages and stats.num_running == stats.num_waiting == 0:
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail(f"still held: {engine.stats()}")
+
+
+def test_64_concurrent_streams_give_the_texts_of_one_by_one() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+            prompts = [[i, i + 1, *range(i % 9)] for i in range(64)]
+            streams = await asyncio.gather(*(collect(engine, prompt, max_tokens=5 + i % 20, seed=i) for i, prompt in enumerate(prompts)))
+            for i, (prompt, outputs) in enumerate(zip(prompts, streams, strict=True)):
+                assert [t for output in outputs for t in output.token_ids] == plain_run(prompt, 5 + i % 20, fold_seed(i))
+                assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+            await all_free(engine)
+
+    run(body())
+
+
+def test_disconnects_free_all_pages() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+
+            async def leave_early(i: int) -> None:
+                request = engine.make_request([i % 256] * (1 + i % 30), SamplingParams(max_tokens=60))
+                if i % 3 == 0:  # cancelled
+                    task = asyncio.create_task(collect(engine, [i % 256] * (1 + i % 30), max_tokens=60))
+                    await asyncio.sleep(0.001 * (i % 20))
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+                elif i % 3 == 1:  # closed
+                    async with contextlib.aclosing(engine.generate(request)) as outputs:
+                        async for _ in outputs:
+                            if i % 2:
+                                break
+                else:  # dropped
+                    async for _ in engine.generate(request):
+                        break
+
+            await asyncio.gather(*(leave_early(i) for i in range(200)))
+            await all_free(engine)
+            stats = engine.stats()
+            assert stats.num_requests == sum(stats.finished.values())
+            assert stats.finished["abort"] > 100
+            assert (await collect(engine, [1], max_tokens=2))[-1].finish_reason == "length"
+
+    run(body())
+
+
+def test_abort_by_id_gives_a_last_output() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=100), "x"))
+            await anext(stream)
+            assert engine.abort("x") and engine.abort("x")
+            rest = [output async for output in stream]
+            assert rest[-1].finish_reason == "abort"
+            assert not engine.abort("x")
+            assert engine.stats().finished["abort"] == 1
+
+    run(body())
+
+
+def test_refusals() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+            with pytest.raises(ContextLengthError):
+                engine.make_request([1] * 500, SamplingParams())
+            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=100), "x"))
+            await anext(stream)
+            with pytest.raises(InvalidRequestError, match="in flight already"):
+                await collect(engine, [1], "x")
+            await stream.aclose()
+            assert (await collect(engine, [1], "x", max_tokens=1))[-1].finish_reason == "length"  # the id is free again at once
+
+    run(body())
+
+
+def test_an_idle_engine_sleeps() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+            await collect(engine, [1], max_tokens=2)
+            thread = engine._thread
+            before = time.process_time()
+            await asyncio.sleep(0.2)
+            assert time.process_time() - before < 0.05
+            assert thread.is_alive()
+
+    run(body())
+
+
+def test_states_before_the_engine_is_there() -> None:
+    async def body() -> None:
+        gate = threading.Event()
+
+        def build() -> Engine:
+            gate.wait()
+            return fake_engine()
+
+        engine = AsyncEngine(build)
+        engine.start()
+        assert engine.state == "starting"
+        for use in (lambda: engine.make_request([1], SamplingParams()), engine.stats, lambda: engine.tokenizer):
+            with pytest.raises(EngineNotReadyError, match="still starting"):
+                use()
+        waiter = asyncio.create_task(engine.wait_ready())
+        await asyncio.sleep(0)
+        waiter.cancel()  # one waiter that gives up is no concern of the others
+        gate.set()
+        await engine.wait_ready()
+        assert engine.state == "ready"
+        assert (engine.model_name, engine.max_model_len) == ("fake", 128)
+        engine.close()
+        assert engine.state == "dead"
+        with pytest.raises(EngineDeadError):
+            engine.make_request([1], SamplingParams())
+        engine.close()
+
+    run(body())
+
+
+def test_a_failed_start_tells_why() -> None:
+    async def body() -> None:
+        def build() -> Engine:
+            raise ModelUnavailableError("no model 'nix'")
+
+        engine = AsyncEngine(build)
+        engine.start()
+        for _ in range(2):
+            with pytest.raises(ModelUnavailableError, match="no model 'nix'"):
+                await engine.wait_ready()
+        assert engine.state == "dead"
+        with pytest.raises(EngineDeadError, match="has stopped"):
+            engine.make_request([1], SamplingParams())
+        engine.close()
+
+    run(body())
+
+
+def test_a_failed_step_reaches_its_streams_and_the_engine_goes_on() -> None:
+    async def body() -> None:
+        runner = SlowRunner()
+        async with serving(runner) as engine:
+            runner.errors = [None, None, RuntimeError("once")]
+            outputs = await collect(engine, [1], max_tokens=9)
+            assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "RuntimeError: once")
+            assert (await collect(engine, [1], max_tokens=9))[-1].finish_reason == "length"
+            assert engine.state == "ready"
+
+    run(body())
+
+
+def test_when_the_engine_dies_every_stream_is_told() -> None:
+    async def body() -> None:
+        runner = SlowRunner()
+        async with serving(runner) as engine:
+            runner.errors = [None, None, EngineDeadError("the device is gone")]
+            streams = await asyncio.gather(*(collect(engine, [i], max_tokens=50) for i in range(12)))
+            for outputs in streams:
+                last = outputs[-1]
+                assert last.finish_reason == "error" and "the device is gone" in (last.error or "")
+                assert last.usage.completion_tokens == sum(len(output.token_ids) for output in outputs)
+            assert engine.state == "dead"
+            with pytest.raises(EngineDeadError):
+                await collect(engine, [1])
+            await engine.drain(1.0)
+
+    run(body())
+
+
+def test_drain_lets_requests_finish() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+            task = asyncio.create_task(collect(engine, [1], max_tokens=40))
+            await asyncio.sleep(0.005)
+            await engine.drain(10.0)
+            assert engine.state == "draining"
+            assert (await task)[-1].finish_reason == "length"
+            with pytest.raises(EngineNotReadyError, match="shutting down"):
+                engine.make_request([1], SamplingParams())
+
+    run(body())
+
+
+def test_drain_aborts_at_its_limit() -> None:
+    async def body() -> None:
+        async with serving(SlowRunner(num_pages=4000, max_num_seqs=2), build=None) as engine:
+            tasks = [asyncio.create_task(collect(engine, [1], max_tokens=120)) for _ in range(5)]  # two run, three wait
+            await asyncio.sleep(0.01)
+            await engine.drain(0.02)
+            assert {(await task)[-1].finish_reason for task in tasks} == {"abort"}
+            await all_free(engine)
+
+    run(body())
+
+
+def test_drain_ends_even_if_the_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.engine.async_engine._ABORT_TIMEOUT_S", 0.05)
+
+    async def body() -> None:
+        runner = SlowRunner()
+        async with serving(runner) as engine:
+            runner.gate.clear()
+            task = asyncio.create_task(collect(engine, [1], max_tokens=10))
+            await asyncio.sleep(0.01)
+            await engine.drain(0.02)
+            assert (await task)[-1].finish_reason == "abort"
+            runner.gate.set()
+
+    run(body())
+
+
+def test_close_ends_streams() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+            task = asyncio.create_task(collect(engine, [1], max_tokens=120))
+            await asyncio.sleep(0.01)
+            engine.close()
+            assert (await task)[-1].finish_reason == "abort"
+
+    run(body())
