@@ -1,0 +1,1 @@
+"""Ragged paged attention: queries of many sequences on one packed axis, keys and values in pages."""

@@ -1,0 +1,36 @@
+"""Tuned tile sizes: one JSON file a device and implementation, filled by ``scripts/tune_kernels.py`` on the device itself."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import Problem
+
+
+def key(problem: Problem) -> str:
+    """What tile sizes depend on: head shape, page size, dtypes, and which code there is."""
+    pool = problem.pool
+    kind = "decode" if problem.decode_only else "mixed"
+    dtypes = f"{jnp.dtype(problem.q_dtype).name},{jnp.dtype(pool.dtype).name}"
+    return f"{kind},n{problem.num_heads},k{pool.num_kv_heads},h{pool.head_dim},z{pool.page_size},{dtypes}"
+
+
+def file_name(implementation: str, chip: str) -> str:
+    """Name of the file, beside this one."""
+    return f"tuned_{implementation}_{chip}.json"
+
+
+@functools.cache
+def _load(name: str) -> dict[str, dict[str, Any]]:
+    path = importlib.resources.files("jaxserve.kernels_pallas.ragged_paged_attention") / name
+    return json.loads(path.read_text("utf-8"))["tiles"] if path.is_file() else {}
+
+
+def look_up(implementation: str, chip: str, problem: Problem) -> dict[str, Any] | None:
+    """Tuned sizes for a problem, or ``None``."""
+    return _load(file_name(implementation, chip)).get(key(problem))
