@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -99,9 +99,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     A loop that neither calls nor prints anything cannot be stopped; Jinja's ``range`` (at most 100,000) and the size of the request bound those.
     """
 
-    intercepted_binops: ClassVar = frozenset({"*", "**"})
-
     def __init__(self) -> None:
+        self.intercepted_binops = frozenset({"*", "**"})
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
         self._clock = threading.local()
         self.filters["tojson"] = _to_json
@@ -143,7 +142,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class _GenerationBlock(jinja2.ext.Extension):
     """``{% generation %}…{% endgeneration %}``, which marks the assistant's own text for training; here it only prints what it holds."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  as in the base class
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,8 @@ def _from_folder(checkpoint: Checkpoint, given: str | None) -> Tokenizer:
 
 
 def _auto_tokenizer(folder: Path) -> Any:
+    # Tokenizers need no torch: without this transformers says on import that it is missing.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer  # a second, which GGUF models need not wait for
 
     try:

@@ -59,7 +59,7 @@ class GGUFSource:
         tensor = self._file.tensors[self._names[name]]
         raw = self._file.rows(tensor.name)
         if len(tensor.shape) == 1:
-            values = _dequantize(raw, tensor.type).reshape(-1)[rows]
+            values = _dequantize(raw, tensor.type).reshape(-1)[self._stored_rows(tensor, rows)]
         else:
             raw = raw.reshape(tensor.shape[0], -1)
             values = _dequantize(raw[self._stored_rows(tensor, rows)], tensor.type).reshape(-1, *tensor.shape[1:])

@@ -232,7 +232,7 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
                 lefts.append(left)
                 rights.append(right)
                 joints.append(index)
-    order = np.lexsort((rights, lefts, -scores[joints])) if joints else np.zeros(0, np.int64)
+    order = np.lexsort(np.array([rights, lefts, -scores[joints]])) if joints else np.zeros(0, np.int64)
     return [(tokens[lefts[index]], tokens[rights[index]]) for index in order.tolist()]
 
 
