@@ -48,13 +48,14 @@ class CacheConfig:
     Args:
         page_size: Slots (tokens) of one page.
         num_pages: Pages of one layer; ``None`` sizes the pool from ``memory_fraction``.
-        memory_fraction: Share of the device's free memory, after the weights, that the pool may take; never more than all slots at full length need.
+        memory_fraction: Share of the device's free memory, after the weights, that the pool may take, never more than all sequences at full length need;
+            ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
         dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
     """
 
     page_size: Annotated[int, Between(1, 256), PowerOfTwo()] = 16
     num_pages: Annotated[int, Between(1, 2**24)] | None = None
-    memory_fraction: Annotated[float, Between(0, 1, open_low=True)] = 0.5
+    memory_fraction: Annotated[float, Between(0, 1, open_low=True)] | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
 

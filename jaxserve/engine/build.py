@@ -1,0 +1,117 @@
+"""From a configuration to an engine that is ready to serve: find the model, load it, size the pool, compile. The one place where the pieces meet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import jax
+
+from jaxserve.config import Config
+from jaxserve.engine.batch import make_buckets, table_width
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.execution import choose_execution
+from jaxserve.engine.kv_cache import PoolPlan, free_memory, plan_pool
+from jaxserve.engine.runner import DeviceRunner
+from jaxserve.errors import ConfigError
+from jaxserve.models.loading.cache_folder import cache_folder
+from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.progress import Progress
+from jaxserve.models.model import Model, build_model
+from jaxserve.models.params import Params
+from jaxserve.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_CACHE_MAX_BYTES = 4 * 2**30
+"""Compiled programs kept on disk; the least recently used go first."""
+
+
+def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
+    """Builds the engine that a configuration describes, compiled for every bucket.
+
+    Call ``platform.choose_platform`` first.
+
+    Args:
+        config: The configuration.
+        progress: Told about downloads, loading and compiling.
+
+    Raises:
+        ConfigError: The configuration does not fit the model or the machine.
+        ModelError: The model cannot be found, read or served.
+    """
+    if config.engine.attention not in ("auto", "xla"):
+        raise ConfigError(f"engine.attention is {config.engine.attention!r}; must be auto or xla")
+    if config.engine.compilation_cache:
+        _enable_compilation_cache()
+    started = time.monotonic()
+    device = jax.devices()[0]
+    execution = choose_execution(config, device.platform)
+    logger.info("%s: jax %s, layers: %s, attention: xla", device.device_kind, jax.__version__, execution.layers)
+
+    checkpoint = open_checkpoint(config.model, progress=progress)
+    max_model_len = _max_model_len(config, checkpoint)
+    tokenizer = load_tokenizer(checkpoint, chat_template=config.model.chat_template)
+    model = build_model(checkpoint.spec, dtype=config.model.dtype, layers=execution.layers)
+    params = checkpoint.load_params(model, progress=progress)
+    logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
+
+    width = table_width(max_model_len, config.cache.page_size)
+    plan = plan_pool(
+        checkpoint.spec,
+        config.cache,
+        dtype=execution.kv_dtype,
+        table_width=width,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        free_bytes=free_memory(device),
+        is_cpu=device.platform == "cpu",
+    )
+    _log_what_fits(params, plan, max_model_len)
+    buckets = make_buckets(
+        execution.token_buckets,
+        execution.sequence_buckets,
+        max_tokens=config.scheduler.max_tokens_per_step,
+        max_rows=config.scheduler.max_num_seqs,
+        table_width=width,
+    )
+    runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs)
+    if config.engine.warmup:
+        runner.warmup(None if progress is None else lambda done, total: progress("compiling", done, total))
+    return make_engine(runner, tokenizer, model, checkpoint, config)
+
+
+def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkpoint: Checkpoint, config: Config) -> Engine:
+    """The host half on a runner that is ready."""
+    name = config.server.served_model_name or checkpoint.name
+    return Engine(runner, tokenizer, model.spec, config, model_name=name, sampling_defaults=checkpoint.generation_defaults)
+
+
+def _max_model_len(config: Config, checkpoint: Checkpoint) -> int:
+    longest = checkpoint.spec.max_position
+    if config.model.max_model_len is None:
+        return longest
+    if not 2 <= config.model.max_model_len <= longest:
+        raise ConfigError(f"model.max_model_len must be in [2, {longest}] (the limit of {checkpoint.name}), got {config.model.max_model_len}")
+    return config.model.max_model_len
+
+
+def _log_what_fits(params: Params, plan: PoolPlan, max_model_len: int) -> None:
+    weight_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
+    logger.info(
+        "weights %.2f GiB, KV pool %.2f GiB: %d pages of %d tokens (%s), %d tokens in all",
+        weight_bytes / 2**30, plan.total_bytes / 2**30, plan.shape.num_pages, plan.shape.page_size, plan.shape.dtype, plan.num_slots,
+    )  # fmt: skip
+    lengths = sorted({length for length in (1024, 4096, 16384) if length < max_model_len} | {max_model_len})
+    logger.info("room for %s", ", ".join(f"{plan.num_slots / length:.1f} sequences of {length} tokens" for length in lengths))
+
+
+def _enable_compilation_cache() -> None:
+    settings: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(cache_folder() / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_compilation_cache_max_size": _CACHE_MAX_BYTES,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)

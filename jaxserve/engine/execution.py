@@ -1,0 +1,54 @@
+"""How the step is run on a platform: the form of the layers, the dtype of keys and values, the buckets. The measured choices, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import Config
+from jaxserve.models.params import LayersForm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Args:
+    platform: jax's name: ``cpu``, ``gpu`` or ``tpu``.
+    layers: Form of the layers and their parameters.
+    kv_dtype: Of keys and values.
+    token_buckets: Token counts of mixed steps.
+    sequence_buckets: Sequence counts.
+    """
+
+    platform: str
+    layers: LayersForm
+    kv_dtype: Any
+    token_buckets: tuple[int, ...]
+    sequence_buckets: tuple[int, ...]
+
+
+def choose_execution(config: Config, platform: str) -> Execution:
+    """The execution for a configuration on a platform; whatever the configuration leaves open follows from measurements.
+
+    Scanned layers compile in 1 to 3 s a bucket whatever the depth. They are unrolled where the loop costs too much: XLA:GPU copies each layer's
+    weights out of the stack in every iteration, and JAX 0.10 on CPU converts whole bfloat16 layers to float32. There fewer buckets are compiled, for each
+    takes 10 s and more. The same JAX promotes a bfloat16 pool to float32 for each write, so keys and values are float32 from the start.
+    """
+    dtype = jnp.dtype(config.model.dtype)
+    slow_bf16 = platform == "cpu" and jax.__version_info__ < (0, 11) and dtype == jnp.bfloat16
+    layers = config.engine.layers
+    if layers == "auto":
+        layers = "unroll" if platform == "gpu" or slow_bf16 else "scan"
+    kv_dtype = config.cache.dtype
+    if kv_dtype == "auto":
+        kv_dtype = "float32" if slow_bf16 else dtype
+    unrolled = layers == "unroll"
+    return Execution(
+        platform=platform,
+        layers=layers,
+        kv_dtype=jnp.dtype(kv_dtype),
+        token_buckets=config.engine.token_buckets or ((64, 512, 2048, 8192) if unrolled else (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
+        sequence_buckets=config.engine.sequence_buckets or ((2, 8, 32, 128, 512) if unrolled else (2, 4, 8, 16, 32, 64, 128, 256, 512)),
+    )

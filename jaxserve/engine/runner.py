@@ -1,0 +1,118 @@
+"""Runs schedules on the device: compiles the step for every bucket, owns parameters, pool and carry, and hands batches over without waiting."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets
+from jaxserve.engine.kv_cache import PoolPlan
+from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.step import Carry, compile_step, make_step
+from jaxserve.models.model import Model
+from jaxserve.models.params import Params
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceStep:
+    """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own."""
+
+    def __init__(self, token_ids_B: jax.Array, num_rows: int, on_failure: Callable[[], None]) -> None:
+        self._token_ids_B = token_ids_B
+        self._num_rows = num_rows
+        self._on_failure = on_failure
+
+    def fetch(self) -> list[int]:
+        """Waits for the step and returns one token id for each scheduled sequence."""
+        try:
+            return np.asarray(self._token_ids_B)[: self._num_rows].tolist()
+        except Exception:
+            self._on_failure()
+            raise
+
+
+class DeviceRunner:
+    """See ``schedule.Runner``.
+
+    Args:
+        model: What to run.
+        params: Its parameters, on the device.
+        pool_plan: The KV pool to allocate.
+        buckets: The shapes to compile for.
+        max_num_seqs: Sequence slots.
+
+    Attributes:
+        num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
+    """
+
+    def __init__(self, model: Model, params: Params, pool_plan: PoolPlan, buckets: Buckets, *, max_num_seqs: int) -> None:
+        self.num_pages = pool_plan.shape.num_pages
+        self.page_size = pool_plan.shape.page_size
+        self.max_num_seqs = max_num_seqs
+        self.num_late_compiles = 0
+        self.buckets = buckets
+        self._model = model
+        self._params = params
+        self._pool_plan = pool_plan
+        self._builder = BatchBuilder(buckets, page_size=self.page_size, max_num_seqs=max_num_seqs)
+        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self._warm = False
+        self._reset()
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every bucket, several at a time; XLA compiles outside the interpreter lock.
+
+        Args:
+            progress: Called with the number of buckets done and of all.
+        """
+        started = time.monotonic()
+        buckets = self.buckets.all()
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="compile") as executor:
+            # The largest first: they take longest, and nothing long is left for the end.
+            futures = [executor.submit(self._compile, bucket) for bucket in reversed(buckets)]
+            for done, future in enumerate(as_completed(futures), start=1):
+                future.result()
+                if progress is not None:
+                    progress(done, len(buckets))
+        self._warm = True
+        logger.info("compiled %d buckets in %.1f s", len(buckets), time.monotonic() - started)
+
+    def dispatch(self, schedule: Schedule) -> DeviceStep:
+        """Starts one step. If it fails, here or in ``fetch``, the pool's content is lost and a fresh one takes its place."""
+        bucket, packed = self._builder.build(schedule)
+        compiled = self._compiled.get(bucket)
+        if compiled is None:
+            if self._warm:
+                self.num_late_compiles += 1
+                logger.warning("compiling %s in the middle of serving: warm-up missed it", bucket)
+            compiled = self._compile(bucket)
+        try:
+            self._pool, self._carry, token_ids_B = compiled(self._params, self._pool, self._carry, packed)
+        except Exception:
+            self._reset()
+            raise
+        return DeviceStep(token_ids_B, len(schedule.sequences), self._reset)
+
+    def temp_bytes(self) -> dict[Bucket, int]:
+        """Bytes of temporaries of each compiled bucket."""
+        return {bucket: compiled.memory_analysis().temp_size_in_bytes for bucket, compiled in self._compiled.items()}
+
+    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        step = make_step(self._model, bucket, page_size=self.page_size, num_pages=self.num_pages)
+        pool, carry = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (self._pool, self._carry))
+        compiled = compile_step(step, self._params, pool, carry, bucket)
+        self._compiled[bucket] = compiled
+        return compiled
+
+    def _reset(self) -> None:
+        self._pool = None  # Before the new one is made: there may be no room for two.
+        self._pool = self._pool_plan.allocate()
+        self._carry = Carry(jnp.zeros(self.max_num_seqs, jnp.int32))

@@ -1,0 +1,112 @@
+"""The step: one pure function from parameters, pool, carry and a packed batch to the next pool, carry and sampled tokens. Jitted once a bucket by the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+from jaxserve.engine.batch import FROM_CARRY, ROW_FIELDS, Bucket
+from jaxserve.engine.sampler import SamplingArrays, sample
+from jaxserve.kernels_pallas.ragged_paged_attention import xla
+from jaxserve.kernels_pallas.ragged_paged_attention.api import KVPool, RaggedBatch
+from jaxserve.models.model import Model
+from jaxserve.models.params import Params
+
+
+class Carry(NamedTuple):
+    """What stays on the device between steps because the next step may need it before the host has seen it. One entry a sequence slot."""
+
+    last_token_S: Int32[Array, "S"]
+
+
+class StepInput(NamedTuple):
+    """A packed batch taken apart. Arrays have the bucket's shapes."""
+
+    token_ids_T: Int32[Array, "T"]
+    """``FROM_CARRY`` where the token is the last one sampled in the row's slot."""
+    row_T: Int32[Array, "T"]
+    """Row of each token; any row for padding."""
+    last_token_B: Int32[Array, "B"]
+    """Packed index of each row's last token; any for an empty row."""
+    slot_B: Int32[Array, "B"]
+    """Sequence slot of each row; out of range for an empty row."""
+    ragged: RaggedBatch
+    sampling: SamplingArrays
+
+
+Step = Callable[[Params, KVPool, Carry, Int32[Array, "X"]], tuple[KVPool, Carry, Int32[Array, "B"]]]
+
+
+def make_step(model: Model, bucket: Bucket, *, page_size: int, num_pages: int) -> Step:
+    """The step of one bucket: ``step(params, pool, carry, packed) -> (pool, carry, token_ids_B)``.
+
+    Pure. Donate ``pool`` and ``carry``. Padding is inert: it writes to no page and to no slot, and no live row reads it.
+
+    Args:
+        model: What to run.
+        bucket: Shapes of the packed batch.
+        page_size: Slots of one page.
+        num_pages: Pages of one layer of the pool.
+    """
+    spec = model.spec
+
+    def step(params: Params, pool: KVPool, carry: Carry, packed: Array) -> tuple[KVPool, Carry, Array]:
+        batch = unpack(packed, bucket, page_size=page_size, num_pages=num_pages)
+        work = xla.prepare(batch.ragged, bucket.num_tokens)
+
+        def attend(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, layer: Array | int, window: Array | int) -> tuple[Array, KVPool]:
+            return xla.attend(
+                q_TNH, k_TKH, v_TKH, pool, batch.ragged, work,
+                layer=layer, window=window, num_pages=num_pages, page_size=page_size, scale=spec.attention_scale, soft_cap=spec.attention_soft_cap,
+            )  # fmt: skip
+
+        carried_T = carry.last_token_S.at[batch.slot_B[batch.row_T]].get(mode="clip")
+        token_ids_T = jnp.where(batch.token_ids_T == FROM_CARRY, carried_T, batch.token_ids_T)
+        x_TD, pool = model.forward(params, token_ids_T, batch.ragged.positions_T, pool, attend)
+        logits_BV = model.logits(params, x_TD[batch.last_token_B])
+        token_ids_B = sample(logits_BV, batch.sampling)
+        return pool, Carry(carry.last_token_S.at[batch.slot_B].set(token_ids_B, mode="drop")), token_ids_B
+
+    return step
+
+
+def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pages: int) -> StepInput:
+    """Takes a packed batch apart. What follows from lengths and page tables is computed here, not sent.
+
+    Args:
+        packed: As ``batch.BatchBuilder`` writes it.
+        bucket: Its shapes.
+        page_size: Slots of one page.
+        num_pages: Pages of one layer; the slot of a padding token is ``num_pages * page_size``.
+    """
+    T, B = bucket.num_tokens, bucket.num_rows
+    rows = packed[2 + T :].reshape(B, -1)
+    query_len_B, context_len_B, slot_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B = (rows[:, column] for column in range(len(ROW_FIELDS)))
+    table_BM = rows[:, len(ROW_FIELDS) :]
+    query_ends_B = jnp.cumsum(query_len_B)
+    query_starts_B1 = jnp.concatenate([jnp.zeros(1, jnp.int32), query_ends_B])
+    token_T = jnp.arange(T, dtype=jnp.int32)
+    row_T = jnp.searchsorted(query_ends_B, token_T, side="right").astype(jnp.int32)
+    live_T = row_T < B
+    row_T = jnp.minimum(row_T, B - 1)
+    position_T = jnp.where(live_T, (context_len_B - query_ends_B)[row_T] + token_T, 0)
+    slots_T = jnp.where(live_T, table_BM[row_T, position_T // page_size] * page_size + position_T % page_size, num_pages * page_size)
+    ragged = RaggedBatch(context_len_B, query_starts_B1, table_BM, slots_T, position_T, packed[:2])
+
+    def as_float(column: Array) -> Array:
+        return lax.bitcast_convert_type(column, jnp.float32)
+
+    seed_B = lax.bitcast_convert_type(seed_B, jnp.uint32)
+    sampling = SamplingArrays(as_float(temperature_B), top_k_B, as_float(top_p_B), as_float(min_p_B), seed_B, context_len_B)
+    return StepInput(packed[2 : 2 + T], row_T, jnp.maximum(query_ends_B - 1, 0), slot_B, ragged, sampling)
+
+
+def compile_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: Bucket) -> jax.stages.Compiled:
+    """Compiles a step for a bucket, from abstract or real arrays, with pool and carry donated."""
+    packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+    return jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, carry, packed).compile()
