@@ -25,6 +25,8 @@ class ServedTokenizer(Protocol):
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_vars: Any) -> str: ...
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
+
 
 class ServedEngine(Protocol):
     """See ``jaxserve.engine.async_engine.AsyncEngine``. All attributes but ``state`` exist only once the engine has been ready."""

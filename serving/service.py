@@ -17,9 +17,12 @@ from jaxserve.engine.params import resolve_params
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
 from jaxserve.request import Request, RequestOutput, SamplingParams
 from jaxserve.serving.contract import ServedEngine
+from jaxserve.serving.messages import Prompt
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenised in a thread: the event loop serves every stream, and a megabyte takes a second."""
+
+_RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -86,9 +89,14 @@ class InferenceService:
             defaults = {"max_tokens": default_max_tokens, **defaults}
         return resolve_params(given, defaults)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text; a long one does not hold up the event loop."""
-        return await _off_loop_if_long(len(text), lambda: self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    async def encode(self, prompts: Sequence[Prompt], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of prompts; those that are ids already stay as they are. Long ones do not hold up the event loop."""
+
+        def encode_all() -> list[list[int]]:
+            encode = self.engine.tokenizer.encode
+            return [prompt if isinstance(prompt, list) else encode(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+
+        return await _off_loop_if_long(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), encode_all)
 
     async def encode_chat(
         self,
@@ -109,17 +117,16 @@ class InferenceService:
         Raises:
             InvalidRequestError: No template, or it failed; the message is the template's.
         """
-        extra = dict(template_vars or {})
-        for name in ("messages", "add_generation_prompt"):
-            if name in extra:
-                raise InvalidRequestError(
-                    f"chat_template_kwargs must not hold {name!r}: the request has a field of its own for it", param="chat_template_kwargs"
-                )
+        variables = dict(template_vars or {})
+        for name in _RESERVED_VARIABLES & variables.keys():
+            raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}: the request itself decides it", param="chat_template_kwargs")
 
         def render_and_encode() -> list[int]:
             tokenizer = self.engine.tokenizer
-            text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **extra)
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if not add_special_tokens:
+                return tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+            text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+            return tokenizer.encode(text, add_special_tokens=True)
 
         return await _off_loop_if_long(sum(len(message["content"]) for message in messages), render_and_encode)
 
@@ -142,17 +149,17 @@ class InferenceService:
             token_ids: The prompt.
             params: From ``sampling_params``.
             request_id: Unique.
-            truncate_prompt_tokens: Keep only that many tokens at the end; -1 keeps as many as the context holds.
+            truncate_prompt_tokens: Keep only that many tokens at the end; -1 keeps as many as leave room for ``max_tokens``.
 
         Raises:
             InvalidRequestError: Empty prompt, ids out of range.
             ContextLengthError: Too long.
         """
         if truncate_prompt_tokens is not None:
-            token_ids = self._truncated(token_ids, truncate_prompt_tokens)
+            token_ids = self._truncated(token_ids, truncate_prompt_tokens, params.max_tokens or 1)
         return self.engine.make_request(token_ids, params, request_id)
 
-    def _truncated(self, token_ids: list[int], limit: int) -> list[int]:
+    def _truncated(self, token_ids: list[int], limit: int, num_new_tokens: int) -> list[int]:
         max_model_len = self.engine.max_model_len
         if limit > max_model_len:
             raise ContextLengthError(
@@ -160,7 +167,7 @@ class InferenceService:
             )
         if limit != -1 and limit < 1:
             raise InvalidRequestError(f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {limit}", param="truncate_prompt_tokens")
-        return token_ids[-(limit if limit != -1 else max_model_len) :]
+        return token_ids[-(limit if limit != -1 else max(1, max_model_len - num_new_tokens)) :]
 
     async def run(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs up to the one with a finish reason. Leaving early, by any way, aborts it.

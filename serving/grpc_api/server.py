@@ -23,6 +23,10 @@ from jaxserve.serving.service import InferenceService
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
+KEEP_ALIVE_MS = 60_000
+"""A client that vanished without a word is pinged after that long; its calls end when no answer comes."""
+
+
 class GrpcServer:
     """A gRPC server bound to its port.
 
@@ -45,6 +49,7 @@ class GrpcServer:
             ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
             ("grpc.max_receive_message_length", config.server.max_body_bytes),
             ("grpc.max_send_message_length", -1),
+            ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
         )
         self._server = grpc.aio.server(interceptors=[_KeyGuard(config.server.api_keys)], options=options)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]

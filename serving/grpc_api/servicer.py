@@ -23,6 +23,8 @@ from jaxserve.serving.messages import parse_messages
 from jaxserve.serving.service import SAMPLING_FIELDS, InferenceService, client_names
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_MESSAGE_CHARS = 1000
+"""Clients drop a status whose trailers pass 8 KiB; a character may take nine bytes there. What a chat template says can be of any length."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -106,7 +108,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         kind = request.WhichOneof("input")
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
         if kind == "text":
-            return await self._service.encode(request.text, add_special_tokens=add_special_tokens)
+            (token_ids,) = await self._service.encode([request.text], add_special_tokens=add_special_tokens)
+            return token_ids
         if kind == "messages":
             chat = request.messages
             return await self._service.encode_chat(
@@ -131,7 +134,7 @@ async def _answering(context: Context) -> AsyncIterator[None]:
         details = (("error-code", report.code), ("error-param", report.param))
         # Metadata is ASCII; a field's name from the client may not be.
         metadata = tuple((name, value.encode("ascii", "replace").decode()) for name, value in details if value)
-        await context.abort(getattr(grpc.StatusCode, report.row.grpc_code), report.message, metadata)
+        await context.abort(getattr(grpc.StatusCode, report.row.grpc_code), report.message[:MAX_MESSAGE_CHARS], metadata)
 
 
 def _check_known(message: Message, path: str = "") -> None:

@@ -120,7 +120,7 @@ def _tokens(service: InferenceService) -> fastapi.APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("send either prompt or messages", param="prompt", code="missing_required_parameter")
         if body.messages is None:
-            token_ids = await service.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            (token_ids,) = await service.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)
         else:
             token_ids = await service.encode_chat(
                 body.messages,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -11,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.serving.auth import require_key
 from jaxserve.serving.http_api.responses import error_response
+
+logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """Answered without an API key: load balancers have none."""
@@ -39,12 +43,13 @@ class FrontDoor:
         headers = Headers(scope=scope)
         given_id = headers.get("x-request-id", "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
-        started = False
+        status: int | None = None
+        start_s = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
@@ -54,5 +59,7 @@ class FrontDoor:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             response = error_response(error)  # logs it if it is unexpected
-            if not started:
+            if status is None:
                 await response(scope, receive, send_with_id)
+        finally:
+            logger.debug("%s %s: %s after %.0f ms, request %s", scope["method"], scope["path"], status, (time.monotonic() - start_s) * 1000, request_id)

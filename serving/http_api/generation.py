@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -21,6 +21,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions. Chat has none: up to the context length."""
 
 CLIENT_GONE_STATUS = 499
+
+
+Prepare = Callable[[str], Awaitable[list[Request]]]
+"""From the answer's id to the requests that make it."""
 
 
 class AnswerForm(Protocol):
@@ -82,12 +86,12 @@ async def complete(service: InferenceService, http_request: HttpRequest, body: C
 
     async def prepare(answer_id: str) -> list[Request]:
         params = service.sampling_params(body.sampling_given(), default_max_tokens=DEFAULT_COMPLETION_TOKENS)
-        requests: list[Request] = []
-        for index, prompt in enumerate(body.prompt):
-            token_ids = prompt if isinstance(prompt, list) else await service.encode(prompt, add_special_tokens=body.add_special_tokens)
-            request_id = answer_id if len(body.prompt) == 1 else f"{answer_id}-{index}"
-            requests.append(service.make_request(token_ids, params, request_id, truncate_prompt_tokens=body.truncate_prompt_tokens))
-        return requests
+        token_ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        request_ids = [answer_id] if len(token_ids) == 1 else [f"{answer_id}-{index}" for index in range(len(token_ids))]
+        return [
+            service.make_request(ids, params, request_id, truncate_prompt_tokens=body.truncate_prompt_tokens)
+            for ids, request_id in zip(token_ids, request_ids, strict=True)
+        ]
 
     return await _answer(service, http_request, body, CompletionForm(), prepare)
 
@@ -119,7 +123,7 @@ async def chat(service: InferenceService, http_request: HttpRequest, body: ChatB
     return await _answer(service, http_request, body, ChatForm(), prepare)
 
 
-async def _answer(service: InferenceService, http_request: HttpRequest, body: CompletionBody | ChatBody, form: AnswerForm, prepare: Any) -> Response:
+async def _answer(service: InferenceService, http_request: HttpRequest, body: CompletionBody | ChatBody, form: AnswerForm, prepare: Prepare) -> Response:
     answer_id = form.id_prefix + uuid.uuid4().hex
     requests = await prepare(answer_id)
     head = {

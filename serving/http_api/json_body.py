@@ -89,9 +89,11 @@ def _check_text(text: str) -> None:
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {repeated[:64]!r} appears more than once in an object")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name[:64]!r} appears more than once in an object")
+            seen.add(name)
     return value
 
 

@@ -71,7 +71,7 @@ class GenerationBody(Body):
     """Fields that completions and chat share. Omitted sampling fields take the model's defaults.
 
     Args:
-        truncate_prompt_tokens: Keep only that many tokens at the prompt's end; -1 keeps as many as the context holds.
+        truncate_prompt_tokens: Keep only that many tokens at the prompt's end; -1 keeps as many as leave room for max_tokens.
     """
 
     stream: bool = False

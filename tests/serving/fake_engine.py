@@ -42,6 +42,9 @@ class ByteTokenizer:
         turns = [f"<{message['role']}>{message['content']}" for message in messages]
         return "".join([*turns, *(f"[{name}={value}]" for name, value in template_vars.items()), "<assistant>" * add_generation_prompt])
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
 
 def expected_text(prompt_token_ids: Sequence[int], num_tokens: int) -> str:
     """What the fake generates: the alphabet, from a letter that the prompt decides."""

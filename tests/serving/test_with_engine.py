@@ -1,0 +1,111 @@
+"""The front ends on the real asynchronous engine (its runner is a fake): nothing is left behind, whoever leaves, and both APIs give the same texts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+import httpx
+
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.engine import Engine
+from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.serving.contract import ServedEngine
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
+from jaxserve.serving.launch import serve
+from tests.engine_host.fakes import FakeRunner, fake_engine
+from tests.serving.servers import Raw, grpc_server, http_server, server_config, until
+
+
+def with_servers(scenario: Callable[[int, pb_grpc.InferenceStub], Awaitable[None]]) -> None:
+    """Runs a scenario on both servers, then checks that the engine is as free as it was."""
+    built: list[Engine] = []
+
+    def build() -> Engine:
+        built.append(fake_engine(FakeRunner(num_pages=128, page_size=4, max_num_seqs=16), max_position=256))
+        return built[0]
+
+    async def run() -> None:
+        engine: ServedEngine = AsyncEngine(build)  # pyright checks here that the real engine is what the front ends expect
+        engine.start()
+        await engine.wait_ready()
+        try:
+            async with (
+                http_server(engine) as port,
+                grpc_server(engine) as server,
+                grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+            ):
+                await scenario(port, pb_grpc.InferenceStub(channel))
+                await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+                assert engine.stats().num_free_pages == 128
+        finally:
+            engine.close()
+        built[0].check_integrity()
+
+    asyncio.run(run())
+
+
+def test_both_apis_give_the_texts_of_one_by_one() -> None:
+    fields = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+
+    async def scenario(port: int, stub: pb_grpc.InferenceStub) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+
+            async def over_http(index: int) -> str:
+                response = await client.post("/v1/completions", json={"prompt": f"prompt {index}", "seed": index, **fields})
+                return response.json()["choices"][0]["text"]
+
+            async def over_grpc(index: int) -> str:
+                request = pb.GenerateRequest(text=f"prompt {index}", seed=index, **fields)
+                return "".join([response.text async for response in stub.Generate(request)])
+
+            alone = [await over_http(index) for index in range(32)]
+            together = await asyncio.gather(*map(over_http, range(32)), *map(over_grpc, range(32)))
+            assert together == alone * 2
+            assert len(set(alone)) > 16
+
+    with_servers(scenario)
+
+
+def test_200_random_disconnects_leave_all_pages_free() -> None:
+    rng = random.Random(0)
+
+    async def leave_http(port: int, stream: bool) -> None:
+        connection = await Raw.post(port, "/v1/completions", {"prompt": ["one", "two"], "max_tokens": 200, "ignore_eos": True, "stream": stream})
+        await asyncio.sleep(rng.random() * 0.1)
+        await connection.close()
+
+    async def leave_grpc(stub: pb_grpc.InferenceStub) -> None:
+        call = stub.Generate(pb.GenerateRequest(text="three", max_tokens=200, ignore_eos=True))
+        await asyncio.sleep(rng.random() * 0.1)
+        call.cancel()
+
+    async def scenario(port: int, stub: pb_grpc.InferenceStub) -> None:
+        for _ in range(10):
+            await asyncio.gather(*(leave_grpc(stub) if index % 3 == 0 else leave_http(port, index % 3 == 1) for index in range(20)))
+
+    with_servers(scenario)
+
+
+def test_a_signal_lets_a_running_request_finish() -> None:
+    async def run() -> None:
+        engine = AsyncEngine(lambda: fake_engine(max_position=256))
+        served = asyncio.create_task(serve(server_config(grpc_port=None, drain_timeout_s=10.0), engine))
+        await until(lambda: engine.state == "ready")
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        outputs: list[RequestOutput] = []
+        async for output in engine.generate(engine.make_request([1], params)):
+            if not outputs:
+                os.kill(os.getpid(), signal.SIGTERM)
+            outputs.append(output)
+        await served
+        assert outputs[-1].finish_reason == "length"
+        await until(lambda: engine.state == "dead")
+
+    asyncio.run(run())
