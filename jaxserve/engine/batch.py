@@ -27,11 +27,13 @@ class Bucket:
         num_tokens: T, packed tokens.
         num_rows: B, sequences.
         table_width: M, pages a sequence can hold.
+        decode_only: Every row has one token, so T = B; prefill is not even compiled.
     """
 
     num_tokens: int
     num_rows: int
     table_width: int
+    decode_only: bool
 
     @property
     def packed_size(self) -> int:
@@ -57,16 +59,16 @@ class Buckets:
 
     def all(self) -> list[Bucket]:
         """Every bucket once, smallest first."""
-        mixed = {Bucket(tokens, min(rows, tokens), self.table_width) for tokens in self.mixed_tokens for rows in self.mixed_rows}
-        return sorted(mixed | {Bucket(rows, rows, self.table_width) for rows in self.decode})
+        mixed = {Bucket(tokens, min(rows, tokens), self.table_width, False) for tokens in self.mixed_tokens for rows in self.mixed_rows}
+        return sorted(mixed | {Bucket(rows, rows, self.table_width, True) for rows in self.decode})
 
     def choose(self, num_tokens: int, num_rows: int) -> Bucket:
         """The smallest bucket that holds a step of ``num_tokens`` tokens in ``num_rows`` sequences. The scheduler's limits guarantee one."""
         if num_tokens == num_rows:
             rows = _at_least(self.decode, num_rows)
-            return Bucket(rows, rows, self.table_width)
+            return Bucket(rows, rows, self.table_width, True)
         tokens = _at_least(self.mixed_tokens, num_tokens)
-        return Bucket(tokens, min(_at_least(self.mixed_rows, num_rows), tokens), self.table_width)
+        return Bucket(tokens, min(_at_least(self.mixed_rows, num_rows), tokens), self.table_width, False)
 
 
 def make_buckets(token_buckets: SequenceOf[int], sequence_buckets: SequenceOf[int], *, max_tokens: int, max_rows: int, table_width: int) -> Buckets:

@@ -57,7 +57,7 @@ def make_step(model: Model, bucket: Bucket, *, page_size: int, num_pages: int) -
 
     def step(params: Params, pool: KVPool, carry: Carry, packed: Array) -> tuple[KVPool, Carry, Array]:
         batch = unpack(packed, bucket, page_size=page_size, num_pages=num_pages)
-        work = xla.prepare(batch.ragged, bucket.num_tokens)
+        work = xla.prepare(batch.ragged, bucket.num_tokens, decode_only=bucket.decode_only)
 
         def attend(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, layer: Array | int, window: Array | int) -> tuple[Array, KVPool]:
             return xla.attend(

@@ -49,8 +49,16 @@ def init_pool(shape: PoolShape) -> KVPool:
     return KVPool(array, array)
 
 
-def prepare(batch: RaggedBatch, num_tokens: int) -> Work:
-    """Splits the batch's prefill chunks into query blocks; outside the layer scan, since no layer changes it."""
+def prepare(batch: RaggedBatch, num_tokens: int, *, decode_only: bool = False) -> Work:
+    """Splits the batch's prefill chunks into query blocks; outside the layer scan, since no layer changes it.
+
+    Args:
+        batch: The step's batch.
+        num_tokens: T.
+        decode_only: The caller's promise that no row has more than one token: prefill is then left out of the program.
+    """
+    if decode_only:
+        return Work(())
     num_rows = batch.context_lens_B.shape[0]
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     query_lens = jnp.where((rows >= batch.counts_2[0]) & (rows < batch.counts_2[1]), jnp.diff(batch.query_starts_B1), 0)
@@ -98,7 +106,7 @@ def attend(
     padding = max(_query_block_sizes(num_tokens)[0], reader.decode_group)
     q_padded = jnp.pad(q_TNH, ((0, padding), (0, 0), (0, 0))).astype(pool.k.dtype)
     out = reader.decode(q_padded, jnp.zeros_like(q_padded))
-    for size, blocks in zip(_query_block_sizes(num_tokens), work.query_blocks, strict=True):
+    for size, blocks in zip(_query_block_sizes(num_tokens), work.query_blocks, strict=False):  # None for a decode-only step.
         out = reader.prefill(q_padded, out, blocks, size)
     return out[:num_tokens].astype(q_TNH.dtype), pool
 
