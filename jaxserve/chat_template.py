@@ -170,7 +170,7 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
     values = dict(*args, **kwargs)
     for name in values:
-        _Namespace.check(name)
+        _check_name(name)
     return _Namespace(values)
 
 
@@ -178,10 +178,10 @@ class _Namespace(jinja2.utils.Namespace):
     """Refuses names with an underscore in front, which reach Python's internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.check(name)
+        _check_name(name)
         super().__setitem__(name, value)
 
-    @staticmethod
-    def check(name: str) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}: names must not begin with an underscore")
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}: names must not begin with an underscore")

@@ -78,8 +78,10 @@ class Tokenizer:
         """
         try:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at character {error.start}", param="prompt") from None
+        except TypeError:
+            # The only str that Rust does not take.
+            where = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
+            raise InvalidRequestError(f"the text is not valid Unicode: a lone surrogate at character {where}", param="prompt") from None
         if add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]:
             logger.warning("a prompt begins with %r itself; the tokenizer's own is left out", self._special_tokens.get("bos_token"))
             del ids[0]
@@ -109,7 +111,6 @@ class Tokenizer:
         if not messages:
             raise InvalidRequestError("messages is empty; at least one message is needed", param="messages")
         variables = self._special_tokens | {"tools": None, "documents": None} | template_vars | {"add_generation_prompt": add_generation_prompt}
-        variables.pop("messages", None)
         return self._template.render(messages, variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

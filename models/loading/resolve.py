@@ -52,7 +52,7 @@ def resolve(source: str, *, revision: str | None = None, progress: Progress | No
     if on_hub:
         folder, commit = fetch_from_hub(source, revision)
         return Resolved(name=source.rpartition("/")[2], path=folder, revision=commit)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if (source and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         absolute = Path(os.path.abspath(path))
         return Resolved(name=absolute.stem if path.suffix == ".gguf" else absolute.name, path=absolute)
     if path.is_file():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.loading.builders import random_tensors, tiny_config, write_folder, write_gguf
 
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, ModelError
@@ -18,6 +17,7 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.gguf_file import open_gguf
 from jaxserve.models.loading.gguf_tokenizer import gguf_tokenizer
 from jaxserve.models.loading.safetensors_source import SafetensorsSource
+from tests.loading.builders import random_tensors, tiny_config, write_folder, write_gguf
 
 CONFIG = tiny_config("llama", num_hidden_layers=1)
 TOKENS = ["<unk>", "<s>", "</s>", "a", "b", "ab", "c", "abc"] + [f"x{index}" for index in range(40)]

@@ -9,7 +9,6 @@ import gguf
 import jax
 import numpy as np
 import pytest
-from tests.loading.builders import FAMILIES, random_tensors, tiny_config, write_folder, write_gguf
 
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, UnsupportedModelError
@@ -17,6 +16,7 @@ from jaxserve.models.hf_config import spec_from_config
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.model import build_model
 from jaxserve.models.params import Params
+from tests.loading.builders import FAMILIES, random_tensors, tiny_config, write_folder, write_gguf
 
 CONFIGS = {family: tiny_config(family) for family in FAMILIES} | {
     "llama, biases": tiny_config("llama", attention_bias=True, mlp_bias=True),

@@ -1,0 +1,108 @@
+"""Conversion to a self-contained Orbax folder, and loading it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.config import ModelConfig
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.convert import convert
+from jaxserve.models.model import build_model
+from jaxserve.models.params import Params
+from jaxserve.tokenizer import load_tokenizer
+from tests.loading.builders import random_tensors, tiny_config, write_folder, write_gguf
+
+BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+ALPHABET = [chr(byte) for byte in BYTES] + [chr(0x100 + index) for index in range(256 - len(BYTES))]
+TOKENS = ["<|end|>", "<|start|>", *ALPHABET, "he", "ll", "hell"]
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [3, 3] + [1] * (len(TOKENS) - 2),
+    "tokenizer.ggml.merges": ["h e", "l l", "he ll"],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 0,
+    "tokenizer.chat_template": "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}",
+}
+
+
+def opened(path: Path) -> Checkpoint:
+    return open_checkpoint(ModelConfig(source=str(path)))
+
+
+def load(checkpoint: Checkpoint, **options: Any) -> Params:
+    return checkpoint.load_params(build_model(checkpoint.spec, **({"dtype": "bfloat16", "layers": "scan"} | options)))
+
+
+def assert_same(a: Params, b: Params) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def test_gguf_to_orbax(tmp_path: Path) -> None:
+    config = tiny_config("llama", vocab_size=len(TOKENS))
+    factors = np.linspace(1, 8, 16, dtype=np.float32)
+    original = opened(write_gguf(tmp_path / "m.gguf", config, random_tensors(config), metadata=TOKENIZER, extra={"rope_freqs.weight": factors}))
+    folder = convert(ModelConfig(source=str(original.path)), tmp_path / "new" / "converted")
+    original.path.unlink()  # the folder stands by itself
+    converted = opened(folder)
+    assert converted.format == "orbax"
+    assert converted.spec == original.spec
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["converted"]
+    tokenizer = load_tokenizer(converted)
+    text = "hello 123 <|start|>é😀"
+    assert tokenizer.encode(text)[:2] == [TOKENS.index("hell"), TOKENS.index("o")]
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+    assert tokenizer.encode_chat([{"role": "user", "content": "o"}]) == [1, TOKENS.index("o"), 0]
+    assert tokenizer.eos_token_ids == (0,)
+
+
+def test_folder_to_orbax_in_every_form(tmp_path: Path) -> None:
+    config = tiny_config("gemma3")
+    original = opened(write_folder(tmp_path / "folder", config, random_tensors(config)))
+    (original.path / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [3, 4]}')
+    converted = opened(convert(ModelConfig(source=str(original.path)), tmp_path / "converted"))
+    assert converted.generation_defaults == {"temperature": 0.5}
+    assert converted.spec == dataclasses.replace(original.spec, eos_token_ids=(3, 4))
+    for layers in ("scan", "unroll"):
+        for dtype in ("bfloat16", "float32"):
+            assert_same(load(converted, layers=layers, dtype=dtype), load(original, layers=layers, dtype=dtype))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    calls: list[tuple[str, int, int]] = []
+    params = converted.load_params(build_model(converted.spec, dtype="bfloat16", layers="scan"), device=sharding, progress=lambda *call: calls.append(call))
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(params))
+    assert calls[-1][1] == calls[-1][2] > 0
+
+
+def test_keys_are_accounted_for(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    write_folder(tmp_path / "folder", config, random_tensors(config))
+    convert(ModelConfig(source=str(tmp_path / "folder")), tmp_path / "converted")
+    other = build_model(dataclasses.replace(opened(tmp_path / "converted").spec, qk_norm=True, tied=True, vocab_size=50), dtype="float32", layers="scan")
+    with pytest.raises(CheckpointError) as caught:
+        opened(tmp_path / "converted").load_params(other)
+    for words in ("2 missing: layers.k_norm, layers.q_norm", "1 not part of the model: head", "1 of another shape: embed is [48, 64], expected [50, 64]"):
+        assert words in str(caught.value)
+
+
+def test_broken_weights(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    write_folder(tmp_path / "folder", config, random_tensors(config))
+    folder = convert(ModelConfig(source=str(tmp_path / "folder")), tmp_path / "converted")
+    shutil.rmtree(folder / "orbax")
+    (folder / "orbax").mkdir()
+    with pytest.raises(CheckpointError, match="orbax"):
+        load(opened(folder))
+
+
+def test_destination_exists(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exists already"):
+        convert(ModelConfig(source=str(tmp_path)), tmp_path)
