@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from jaxserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -50,10 +55,17 @@ def _plain_handler() -> logging.Handler:
     return handler
 
 
-def _terminal_handler() -> logging.Handler:
+@functools.cache
+def stderr_console() -> Console:
+    """The one rich console on stderr, so that log lines and progress bars do not write over each other."""
     from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _terminal_handler() -> logging.Handler:
     from rich.logging import RichHandler
 
-    handler = RichHandler(console=Console(stderr=True), show_path=False, omit_repeated_times=False, log_time_format="%H:%M:%S")
+    handler = RichHandler(console=stderr_console(), show_path=False, omit_repeated_times=False, log_time_format="%H:%M:%S")
     handler.setFormatter(logging.Formatter("%(message)s"))
     return handler

@@ -141,7 +141,7 @@ def _check_stops(stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
     for text in stop:
-        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:  # pyright: ignore[reportUnnecessaryIsInstance] - from outside
             raise InvalidRequestError(f"each stop must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, got {text!r:.80}", param="stop")
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(f"stop_token_ids holds {len(stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed", param="stop_token_ids")

@@ -12,7 +12,7 @@ import typer
 
 from jaxserve import __version__
 from jaxserve.cli.chat import chat
-from jaxserve.cli.convert import convert
+from jaxserve.cli.convert import convert_model
 from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models
 from jaxserve.cli.output import emit
@@ -38,7 +38,7 @@ app.command("run", rich_help_panel="Use a model")(run)
 app.command("generate", rich_help_panel="Use a model")(generate)
 app.command("chat", rich_help_panel="Use a model")(chat)
 app.command("models", rich_help_panel="Look around")(models)
-app.command("convert", rich_help_panel="Look around")(convert)
+app.command("convert", rich_help_panel="Look around")(convert_model)
 app.command("config", rich_help_panel="Look around")(show_config)
 app.command("version", rich_help_panel="Look around")(version)
 

@@ -27,6 +27,7 @@ from jaxserve.cli.options import (
     sampling_fields,
 )
 from jaxserve.cli.output import emit
+from jaxserve.cli.progress import progress_bars
 from jaxserve.errors import EngineError, InvalidRequestError
 from jaxserve.platform import choose_platform
 
@@ -70,7 +71,9 @@ def chat(
 
     from jaxserve.engine.build import build_engine
 
-    conversation = Conversation(build_engine(resolved), fields, system)
+    with progress_bars() as progress:
+        engine = build_engine(resolved, progress=progress)
+    conversation = Conversation(engine, fields, system)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         print(f"{conversation.model_name}: {_HINT}", file=sys.stderr)

@@ -14,9 +14,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.platform import choose_platform
 
 
-def convert(
+def convert_model(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A folder, a .gguf file, a hub id or an alias.", show_default=False)],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; must not exist, or be empty.", show_default=False)],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; must not exist yet.", show_default=False)],
     words: Annotated[list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings, such as model.dtype=float32.", show_default=False)] = None,
     config: ConfigFiles = None,
     debug: Debug = False,
@@ -30,12 +30,12 @@ def convert(
         jaxserve convert ./model.gguf ./model-orbax model.dtype=float32
     """
     resolved = resolve_config([source, *(words or [])], config, debug=debug)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"DST is {destination}, which exists and is no empty folder; must be a new or empty folder")
+    if destination.exists():
+        raise ConfigError(f"DST is {destination}, which exists already; must be a new folder")  # now, rather than after a download
     choose_platform("cpu")  # converting needs memory, not speed
 
-    from jaxserve.models.loading.convert import convert_checkpoint
+    from jaxserve.models.loading.convert import convert
 
     with progress_bars() as progress:
-        convert_checkpoint(resolved.model, destination, progress=progress)
-    emit(str(destination))
+        written = convert(resolved.model, destination, progress=progress)
+    emit(str(written))

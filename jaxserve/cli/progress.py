@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Callable, Generator
 
+from jaxserve.log import stderr_console
+
 logger = logging.getLogger(__name__)
 
 
@@ -24,10 +26,9 @@ def progress_bars() -> Generator[Callable[[str, int, int], None]]:
         yield log_once
         return
 
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    with Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+    with Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=stderr_console()) as bars:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int) -> None:

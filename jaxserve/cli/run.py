@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxserve.cli.options import ConfigFiles, Debug, PlatformOption, Words, resolve_config
+from jaxserve.cli.progress import progress_bars
 from jaxserve.config import summarize
 from jaxserve.platform import choose_platform
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -70,4 +74,8 @@ def run(
     from jaxserve.engine.build import build_engine
     from jaxserve.serving.launch import serve
 
-    asyncio.run(serve(resolved, AsyncEngine(lambda: build_engine(resolved))))
+    def build() -> Engine:
+        with progress_bars() as progress:
+            return build_engine(resolved, progress=progress)
+
+    asyncio.run(serve(resolved, AsyncEngine(build)))

@@ -202,11 +202,10 @@ def test_models_lists_aliases_and_architectures(jaxserve: Callable[..., Result],
     assert "smollm2-135m" in jaxserve("models").out
 
 
-def test_convert_refuses_a_folder_with_something_in_it(jaxserve: Callable[..., Result], tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def test_convert_refuses_a_destination_that_exists(jaxserve: Callable[..., Result], tmp_path: Path) -> None:
     result = jaxserve("convert", "smollm2-135m", str(tmp_path))
     assert result.status == 2
-    assert "must be a new or empty folder" in result.err
+    assert "exists already; must be a new folder" in result.err
 
 
 def test_help_and_config_import_nothing_heavy() -> None:
@@ -313,7 +312,7 @@ def test_conversation_reports_what_cannot_go_on() -> None:
 
 def test_chat_from_a_pipe_prints_the_answers(jaxserve: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     build = ModuleType("jaxserve.engine.build")
-    build.build_engine = lambda config: FakeEngine("a b")  # type: ignore[attr-defined]
+    build.build_engine = lambda config, *, progress: FakeEngine("a b")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "jaxserve.engine.build", build)
     lines = iter(["hello", "  ", "too long", "/clear", "again"])
 
