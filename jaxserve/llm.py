@@ -14,6 +14,7 @@ from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParam
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.models.loading.progress import Progress
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -53,19 +54,22 @@ class LLM:
         model: A folder, a ``.gguf`` file, a hub id or an alias; ``None`` takes the configuration's.
         config: The configuration; ``None`` takes the defaults.
         overrides: Further settings by their full key, which win over ``config``: ``{"model.dtype": "float32"}``.
+        progress: Told about downloads, loading and compiling.
 
     Raises:
         ConfigError: A setting that does not exist or cannot be used.
         ModelError: The model cannot be found, read or served.
     """
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: str | None = None, *, config: Config | None = None, overrides: Mapping[str, Any] | None = None, progress: Progress | None = None
+    ) -> None:
         settings = dict(overrides or {}) | ({} if model is None else {"model.source": model})
         self.config = _override(config or Config(), settings)
         choose_platform(self.config.platform)  # before jax is imported
         from jaxserve.engine.build import build_engine
 
-        self._engine: Engine = build_engine(self.config)
+        self._engine: Engine = build_engine(self.config, progress=progress)
 
     @property
     def engine(self) -> Engine:

@@ -25,6 +25,7 @@ from jaxserve.cli.options import (
     sampling_fields,
 )
 from jaxserve.cli.output import emit
+from jaxserve.cli.progress import progress_bars
 from jaxserve.errors import EngineError
 from jaxserve.platform import choose_platform
 
@@ -70,7 +71,8 @@ def generate(
 
     from jaxserve.llm import LLM
 
-    llm = LLM(config=resolved)
+    with progress_bars() as progress:
+        llm = LLM(config=resolved, progress=progress)
     completions = llm.generate(prompt, resolve_params(fields, llm.sampling_defaults), progress=sys.stderr.isatty())
     for index, completion in enumerate(completions):
         if as_json:

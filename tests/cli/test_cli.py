@@ -66,7 +66,7 @@ class FakeLLM:
     made: FakeLLM
     error: Exception | None = None
 
-    def __init__(self, *, config: Config) -> None:
+    def __init__(self, *, config: Config, progress: Any) -> None:
         if type(self).error:
             raise type(self).error
         type(self).made = self

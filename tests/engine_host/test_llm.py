@@ -19,7 +19,7 @@ from tests.engine_host.fakes import fake_engine, plain_run
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
     build = types.ModuleType("jaxserve.engine.build")
-    build.build_engine = lambda config: fake_engine()  # pyright: ignore[reportAttributeAccessIssue]
+    build.build_engine = lambda config, *, progress: fake_engine()  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "jaxserve.engine.build", build)
     return LLM("fake", overrides={"model.dtype": "float32"})
 
