@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from jaxserve.config import Config
-from jaxserve.errors import ConfigError
 from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
+from jaxserve.serving.ports import listen
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ async def serve(config: Config, engine: ServedEngine) -> None:
 
     Binds the ports before anything slow happens, answers probes while the engine starts, prints the "ready" line and a ``curl`` line on stderr once it takes
     requests. The first signal lets running requests go on for ``server.drain_timeout_s``; a second one ends the process at once, with status 130.
+    While the engine starts there is nothing to drain: the first signal ends the process, with status 0.
 
     Args:
         config: ``server`` is read here.
@@ -46,12 +47,17 @@ async def serve(config: Config, engine: ServedEngine) -> None:
         Exception: What made the engine's start fail.
     """
     try:
-        with contextlib.closing(_bind(config)) as http_socket:
+        with contextlib.closing(listen(config.server.host, config.server.port, key="server.port", flag="--port")) as http_socket:
             grpc_server = GrpcServer(engine, config) if config.server.grpc_port is not None else None
             with _stop_on_signal() as stop:
                 await _serve_bound(config, engine, http_socket, grpc_server, stop)
+        still_starting = engine.state == "starting"
     finally:
         engine.close()
+    if still_starting:
+        logger.info("stopped before the engine was ready")
+        logging.shutdown()
+        os._exit(0)  # a compilation cannot be interrupted, and its threads would hold the process for minutes
 
 
 async def _serve_bound(config: Config, engine: ServedEngine, http_socket: socket.socket, grpc_server: GrpcServer | None, stop: asyncio.Event) -> None:
@@ -82,10 +88,10 @@ async def _serve_bound(config: Config, engine: ServedEngine, http_socket: socket
                 task.result()  # raises what ended it
             if tasks["http"] in done:
                 return
-        logger.info("draining: running requests have %g s; a second signal ends the process at once", config.server.drain_timeout_s)
         if grpc_server is not None:
             await grpc_server.set_serving(False)
         if engine.state == "ready":
+            logger.info("draining: running requests have %g s; a second signal ends the process at once", config.server.drain_timeout_s)
             await engine.drain(config.server.drain_timeout_s)
     finally:
         tasks["ready"].cancel()
@@ -126,23 +132,6 @@ def curl_line(config: Config, engine: ServedEngine, port: int) -> str:
 def _url(host: str, port: int) -> str:
     name = "localhost" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host  # noqa: S104
     return f"http://{name}:{port}"
-
-
-def _bind(config: Config) -> socket.socket:
-    host, port = config.server.host, config.server.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ConfigError(f"server.host: {host!r} is no address to listen on: {error}") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)  # a port may be bound twice, but not listened on
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(f"server.port: cannot listen on {host}:{port}: {error}; choose another with --port (or --host)") from error
-    return listener
 
 
 @contextlib.contextmanager

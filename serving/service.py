@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import reprlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from jaxserve import __version__
 from jaxserve.config import Config
 from jaxserve.engine.params import resolve_params
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
@@ -40,7 +40,7 @@ class InferenceService:
     def __init__(self, engine: ServedEngine, config: Config) -> None:
         self.engine = engine
         self.config = config
-        self.version = _version()
+        self.version = __version__
         self.started_s = int(time.time())
 
     @property
@@ -228,10 +228,3 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
 
 async def _off_loop_if_long(length: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if length > LONG_TEXT_CHARS else work()
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("jaxserve")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"

@@ -18,6 +18,7 @@ from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.grpc_api.servicer import InferenceServicer
+from jaxserve.serving.ports import listen
 from jaxserve.serving.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -56,20 +57,18 @@ class GrpcServer:
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config)), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        host, port = config.server.host, config.server.grpc_port or 0
+        self.port: int = self._bind(config.server.host, config.server.grpc_port or 0)
+
+    def _bind(self, host: str, port: int) -> int:
+        # gRPC says in its log alone why it could not bind: a socket of our own finds it out first.
+        listen(host, port, key="server.grpc_port", flag="--grpc-port").close()
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port: int = self._server.add_insecure_port(address)
+            bound = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            self.port = 0
-            reason: Exception | None = error
-        else:
-            reason = None
-        if self.port == 0:
-            raise ConfigError(
-                f"server.grpc_port: cannot listen on {address}: the port is in use or the address is not this machine's; "
-                "choose another with --grpc-port (or --host)"
-            ) from reason
+            raise ConfigError(f"server.grpc_port: cannot listen on {address}; choose another port with --grpc-port") from error
+        assert bound > 0
+        return bound
 
     async def start(self) -> None:
         """Begins to answer; health says NOT_SERVING."""

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jaxserve.config import Config
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.request import SamplingParams
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
@@ -203,6 +203,19 @@ def test_a_generation_that_fails() -> None:
         assert (status, message) == (grpc.StatusCode.INTERNAL, "the step failed")
 
     with_stub(scenario, FakeAsyncEngine(fail_after=2))
+
+
+def test_a_very_long_reason_arrives() -> None:
+    class Verbose(FakeAsyncEngine):
+        def make_request(self, *args: Any) -> Any:
+            raise InvalidRequestError("ß" * 100_000, param="messages")
+
+    async def scenario(stub: Stub) -> None:
+        status, message, metadata = await refusal_of(generate(stub, text="hi"))
+        assert (status, metadata["error-param"]) == (grpc.StatusCode.INVALID_ARGUMENT, "messages")
+        assert message.startswith("ßßß")
+
+    with_stub(scenario, Verbose())
 
 
 def test_unexpected_errors_show_an_id_and_nothing_else() -> None:

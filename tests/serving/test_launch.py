@@ -220,6 +220,28 @@ def test_exit_status(num_signals: int, status: int) -> None:
         assert process.wait(timeout=20) == status, process.stderr.read()
 
 
+def test_a_signal_while_the_engine_starts_does_not_wait_for_it() -> None:
+    program = textwrap.dedent("""
+        import asyncio, threading, time
+        from jaxserve.serving.launch import serve
+        from tests.serving.fake_engine import FakeAsyncEngine
+        from tests.serving.servers import server_config
+
+        class Compiles(FakeAsyncEngine):
+            def start(self):
+                threading.Thread(target=time.sleep, args=(60,)).start()
+                super().start()
+                print("starting", flush=True)
+
+        asyncio.run(serve(server_config(), Compiles(state="starting", start_s=60)))
+    """)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starting\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+
+
 def test_serving_imports_no_jax() -> None:
     program = "import sys, jaxserve.serving.launch; assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
