@@ -63,6 +63,7 @@ class FakeAsyncEngine:
     Args:
         state: At the start; ``start`` turns "starting" into "ready" unless ``start_error`` is given.
         step_s: Seconds a token.
+        holds_start: Stay "starting" until this is false.
         fail_after: Tokens after which every request ends with ``finish_reason == "error"``.
     """
 
@@ -75,7 +76,7 @@ class FakeAsyncEngine:
         max_model_len: int = 512,
         chat_template: str | None = "{{ messages }}",
         start_error: Exception | None = None,
-        start_s: float = 0.0,
+        holds_start: bool = False,
     ) -> None:
         self.state: Any = state
         self.step_s = step_s
@@ -85,7 +86,7 @@ class FakeAsyncEngine:
         self.model_name = "fake"
         self.sampling_defaults: Mapping[str, Any] = {"temperature": 0.5}
         self.start_error = start_error
-        self.start_s = start_s
+        self.holds_start = holds_start
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
@@ -147,7 +148,8 @@ class FakeAsyncEngine:
         self._starting = asyncio.get_running_loop().create_task(self._start())
 
     async def _start(self) -> None:
-        await asyncio.sleep(self.start_s)
+        while self.holds_start:
+            await asyncio.sleep(0.005)
         if self.start_error is not None:
             self.state = "dead"
             raise self.start_error

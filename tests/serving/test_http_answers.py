@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from jaxserve.errors import EngineError
 from jaxserve.request import SamplingParams
-from tests.serving.fake_engine import BOS, EOS, FakeAsyncEngine, expected_text
+from tests.serving.fake_engine import BOS, EOS, ByteTokenizer, FakeAsyncEngine, expected_text
 from tests.serving.servers import CHAT, app_client, ask, events_of, server_config
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -28,7 +30,7 @@ def stream(path: str, body: dict[str, Any], engine: FakeAsyncEngine | None = Non
 def test_models() -> None:
     listing = ask("GET", "/v1/models").json()
     assert [card["id"] for card in listing["data"]] == ["fake"]
-    assert ask("GET", "/v1/models/fake").json() == listing["data"][0]
+    assert ask("GET", "/v1/models/fake").json() == listing["data"][0] | {"created": ANY}
     named = server_config(served_model_name="org/name")
     assert ask("GET", "/v1/models/org/name", config=named).json()["id"] == "org/name"
     assert ask("POST", COMPLETIONS, config=named, json={"prompt": "hi", "model": "org/name"}).json()["model"] == "org/name"
@@ -160,6 +162,30 @@ def test_long_prompts_are_tokenised_beside_the_event_loop() -> None:
     assert ask("POST", COMPLETIONS, engine=engine, json={"prompt": "é" * 20_000, "max_tokens": 1}).json()["usage"]["prompt_tokens"] == 40_001
     chat = {"messages": [{"role": "user", "content": "x" * 50_000}], "max_tokens": 1}
     assert ask("POST", CHATS, engine=engine, json=chat).json()["usage"]["prompt_tokens"] > 50_000
+
+
+def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenised() -> None:
+    released = threading.Event()
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            assert released.wait(30), "the other request had to wait for this one"
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    engine = FakeAsyncEngine(max_model_len=100_000)
+    engine.tokenizer = Slow()
+
+    async def scenario() -> None:
+        async with app_client(engine) as client:
+            for path, body in ((COMPLETIONS, {"prompt": "x" * 50_000}), (CHATS, {"messages": [{"role": "user", "content": "x" * 50_000}], "max_tokens": 1})):
+                released.clear()
+                long = asyncio.create_task(client.post(path, json=body))
+                assert (await client.post(COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 1})).status_code == 200
+                assert not long.done()
+                released.set()
+                assert (await long).status_code == 200
+
+    asyncio.run(scenario())
 
 
 def test_request_ids_come_back_if_they_are_harmless() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.fake_engine import FakeAsyncEngine
+from jaxserve.chat_template import ChatTemplate
+from tests.serving.fake_engine import ByteTokenizer, FakeAsyncEngine
 from tests.serving.servers import CHAT, Raw, app_client, ask, http_server, server_config
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -210,6 +211,23 @@ def test_a_model_without_template_refuses_chat_and_completes() -> None:
     engine = FakeAsyncEngine(chat_template=None)
     assert "no chat template" in check_error(ask("POST", CHATS, engine=engine, json=CHAT), 400, "messages", "invalid_value")
     assert ask("POST", COMPLETIONS, engine=engine, json={"prompt": "hi"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('roles must alternate') }}", "{{ messages[7].content.x }}", "{{ 1 // 0 }}", "{{ messages[0].content + 1 }}", "{% include 'x' %}"],
+)
+def test_a_template_that_fails_to_render(template: str) -> None:
+    class Templated(ByteTokenizer):
+        def render_chat(self, messages: Any, **variables: Any) -> str:
+            return ChatTemplate(template, "test").render(messages, variables)
+
+    engine = FakeAsyncEngine()
+    engine.tokenizer = Templated()
+    for path in (CHATS, "/tokenize"):
+        message = check_error(ask("POST", path, engine=engine, json=CHAT), 400, "messages", "invalid_value")
+        assert "chat template" in message
+    assert "raise_exception" not in template or "roles must alternate" in message
 
 
 def test_unexpected_errors_show_an_id_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ def test_a_client_that_leaves_frees_its_request(stream: bool) -> None:
                     await connection.reader.readuntil(b"data: ")
                 running = set(engine.running)
                 await connection.close()
-                await until(lambda: not engine.running, timeout_s=1.0)
+                await until(lambda: not engine.running)
                 assert running <= set(engine.aborted)
 
     asyncio.run(scenario())
