@@ -9,20 +9,20 @@ from jaxserve.models.config_reader import ConfigReader
 from jaxserve.models.registry import ARCHITECTURES, MODEL_TYPES, Family
 from jaxserve.models.spec import ModelSpec
 
-_WITHOUT_EFFECT = frozenset(
-    # Bookkeeping.
-    "_name_or_path transformers_version transformers.js_config torch_dtype dtype unsloth_fixed unsloth_version "
-    # Training and classification.
-    "initializer_range attention_dropout hidden_dropout gradient_checkpointing id2label label2id num_labels problem_type finetuning_task "
-    # How transformers runs a model and what it returns; not what it computes.
-    "use_cache cache_implementation return_dict output_attentions output_hidden_states tie_last_hidden_states torchscript chunk_size_feed_forward use_bfloat16 "
-    "_attn_implementation _attn_implementation_autoset attn_implementation "
-    # Ids that a decoder never reads by itself.
-    "pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix "
-    # Old homes of sampling defaults, which come from generation_config.json.
-    "max_length min_length max_new_tokens do_sample temperature top_k top_p typical_p num_beams num_beam_groups num_return_sequences early_stopping "
-    "length_penalty diversity_penalty output_scores return_dict_in_generate remove_invalid_values task_specific_params".split()
-)
+_BOOKKEEPING = {"_name_or_path", "transformers_version", "transformers.js_config", "torch_dtype", "dtype", "unsloth_fixed", "unsloth_version"}
+_TRAINING = {"initializer_range", "attention_dropout", "hidden_dropout", "gradient_checkpointing"}
+_CLASSIFICATION = {"id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"}
+_EXECUTION = {
+    "use_cache", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states", "tie_last_hidden_states", "torchscript",
+    "chunk_size_feed_forward", "use_bfloat16", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+}  # fmt: skip
+_OTHER_TOKEN_IDS = {"pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "prefix"}
+_OLD_SAMPLING_DEFAULTS = {  # Today's home is generation_config.json.
+    "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups",
+    "num_return_sequences", "early_stopping", "length_penalty", "diversity_penalty", "output_scores", "return_dict_in_generate", "remove_invalid_values",
+}  # fmt: skip
+_WITHOUT_EFFECT = _BOOKKEEPING | _TRAINING | _CLASSIFICATION | _EXECUTION | _OTHER_TOKEN_IDS | _OLD_SAMPLING_DEFAULTS
+"""Keys that do not change what a decoder computes, at any value."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),

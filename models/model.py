@@ -1,10 +1,10 @@
-"""A decoder as pure functions over a plain tree of parameters. NNX modules are taken apart and put together here, when tracing; no NNX object is passed to jit."""
+"""A decoder as pure functions over a plain tree of parameters. NNX modules are put together here while tracing; jit never sees one."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,12 @@ class Model:
 
     def abstract_params(self) -> Params:
         """The parameters' shapes and dtypes, as ``jax.ShapeDtypeStruct``."""
-        return build_params(self.spec, self.layers, lambda path, param, layer: jax.ShapeDtypeStruct(self._shape(param, layer), self.dtype))
+
+        def make(_path: str, param: ParamSpec, layer: int | None) -> jax.ShapeDtypeStruct:
+            stacked = param.per_layer and layer is None
+            return jax.ShapeDtypeStruct((self.spec.num_layers, *param.shape) if stacked else param.shape, self.dtype)
+
+        return build_params(self.spec, self.layers, make)
 
     def random_params(self, seed: int, *, randomize_all: bool = False) -> Params:
         """Random parameters: the same values for both forms of the layers.
@@ -106,11 +111,8 @@ class Model:
     def _stem(self, params: Params) -> Stem:
         return nnx.merge(self.stem_graph, {name: value for name, value in params.items() if name != "layers"})
 
-    def _shape(self, param: ParamSpec, layer: int | None) -> tuple[int, ...]:
-        return (self.spec.num_layers, *param.shape) if param.per_layer and layer is None else param.shape
 
-
-def build_model(spec: ModelSpec, *, dtype: Any, layers: Literal["scan", "unroll"]) -> Model:
+def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm) -> Model:
     """The model of a spec.
 
     Args:

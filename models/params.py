@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxserve.models.spec import ModelSpec
 
 Params = dict[str, Any]
-"""A plain nested dict, keyed by the parts of the paths of :func:`param_specs`. ``params["layers"]`` is a dict of stacked ``[L, …]`` arrays or a list of L dicts."""
+"""A plain nested dict, keyed by the parts of the paths of :func:`param_specs`; ``"layers"`` is a dict of stacked ``[L, …]`` arrays or a list of L dicts."""
 
 LayersForm = Literal["scan", "unroll"]
 """``scan``: each per-layer parameter is one stacked array. ``unroll``: each layer has its own arrays."""
@@ -107,13 +107,19 @@ def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
     if spec.qkv_bias:
         specs["layers.qkv_bias"] = ParamSpec(
             shape=(K, G + 2, H), axes=("kv_heads", None, None), per_layer=True, init="zeros",
-            pieces=tuple(Piece(name=f"{attention}{x}_proj.bias", shape=((N if x == "q" else K) * H,), into=(full, index, full)) for x, index in qkv_index.items()),
+            pieces=tuple(
+                Piece(name=f"{attention}{x}_proj.bias", shape=((N if x == "q" else K) * H,), into=(full, index, full)) for x, index in qkv_index.items()
+            ),
         )  # fmt: skip
     if spec.qk_norm:
         specs["layers.q_norm"] = norm(attention + "q_norm.weight", H)
         specs["layers.k_norm"] = norm(attention + "k_norm.weight", H)
     specs["layers.o"] = ParamSpec(
-        shape=(D, K, G, H), axes=(None, "kv_heads", None, None), per_layer=True, init="normal", pieces=whole(attention + "o_proj.weight", (D, K, G, H), (D, N * H))
+        shape=(D, K, G, H),
+        axes=(None, "kv_heads", None, None),
+        per_layer=True,
+        init="normal",
+        pieces=whole(attention + "o_proj.weight", (D, K, G, H), (D, N * H)),
     )
     if spec.o_bias:
         specs["layers.o_bias"] = ParamSpec(shape=(D,), axes=(None,), per_layer=True, init="zeros", pieces=whole(attention + "o_proj.bias", (D,)))

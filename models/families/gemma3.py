@@ -14,6 +14,7 @@ def gemma3(config: ConfigReader) -> ModelSpec:
     """The spec of a ``Gemma3ForCausalLM``."""
     config.neutral("attention_bias", [False])
     config.neutral("use_bidirectional_attention", [False])
+    config.neutral("attn_logit_softcapping", [])  # Gemma 2's; transformers reads and drops it here, so there is nothing to agree with.
     if not config.has("head_dim"):
         raise config.error("head_dim", "is missing")
     sizes = read_sizes(config)
@@ -29,7 +30,6 @@ def gemma3(config: ConfigReader) -> ModelSpec:
         post_norms=True,
         norm_offset=1.0,
         embedding_scale=config.integer("hidden_size", low=1, high=2**17) ** 0.5,
-        attention_soft_cap=config.number("attn_logit_softcapping", low=1e-3, high=1e6, default=None),
         final_soft_cap=config.number("final_logit_softcapping", low=1e-3, high=1e6, default=None),
     )
 
