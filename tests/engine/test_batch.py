@@ -1,0 +1,98 @@
+"""Packing a schedule and taking it apart again, against a plain reading of the schedule."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.engine.batch import BatchBuilder, Buckets, make_buckets
+from jaxserve.engine.schedule import Schedule, ScheduledSequence
+from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.step import unpack
+from jaxserve.request import Request, SamplingParams
+
+PAGE_SIZE, NUM_PAGES, MAX_SEQS, WIDTH = 4, 40, 6, 5
+BUCKETS = make_buckets((8, 16), (2, 4), max_tokens=24, max_rows=MAX_SEQS, table_width=WIDTH)
+
+
+def make_sequence(slot: int, length: int, pages: list[int]) -> Sequence:
+    params = SamplingParams(temperature=0.5 + slot, top_k=slot, top_p=0.9, min_p=0.25, seed=slot)
+    request = Request(request_id=str(slot), prompt_token_ids=[1], params=params)
+    return Sequence(request, 2**32 - 1 - slot, list(range(100 * slot, 100 * slot + length)), length, 8, page_ids=pages, slot=slot)
+
+
+def make_schedule(parts: list[tuple[int, int]], pages: list[int]) -> Schedule:
+    items = []
+    for slot, (start, num_tokens) in enumerate(parts):
+        num_pages = -(-(start + num_tokens) // PAGE_SIZE)
+        sequence = make_sequence(MAX_SEQS - 1 - slot, start + num_tokens, [pages.pop() for _ in range(num_pages)])
+        items.append(ScheduledSequence(sequence, start, num_tokens, True))
+    items.sort(key=lambda item: item.num_tokens != 1)
+    return Schedule(tuple(items), sum(item.num_tokens == 1 for item in items), sum(item.num_tokens for item in items))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([1, 1, 2, 3, 5])), min_size=1, max_size=MAX_SEQS), st.randoms(use_true_random=False))
+def test_unpacking_gives_what_was_scheduled(parts: list[tuple[int, int]], random) -> None:
+    pages = list(range(NUM_PAGES))
+    random.shuffle(pages)
+    schedule = make_schedule(parts, pages)
+    bucket, packed = BatchBuilder(BUCKETS, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS).build(schedule)
+    assert bucket in BUCKETS.all()
+    step_input = jax.tree.map(np.asarray, unpack(packed, bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+    ragged, sampling = step_input.ragged, step_input.sampling
+    token = 0
+    for row, item in enumerate(schedule.sequences):
+        sequence, end = item.sequence, item.start + item.num_tokens
+        assert ragged.context_lens_B[row] == end
+        assert ragged.query_starts_B1[row] == token
+        assert ragged.page_table_BM[row, : len(sequence.page_ids)].tolist() == sequence.page_ids
+        assert step_input.slot_B[row] == sequence.slot
+        assert step_input.last_token_B[row] == token + item.num_tokens - 1
+        params = sequence.request.params
+        assert sampling.temperature_B[row] == np.float32(params.temperature) and sampling.top_p_B[row] == np.float32(params.top_p)
+        assert sampling.min_p_B[row] == np.float32(params.min_p) and sampling.top_k_B[row] == (params.top_k or np.iinfo(np.int32).max)
+        assert sampling.seed_B[row] == sequence.seed and sampling.position_B[row] == end
+        for position in range(item.start, end):
+            assert step_input.row_T[token] == row
+            assert step_input.token_ids_T[token] == sequence.token_ids[position]
+            assert ragged.positions_T[token] == position
+            assert ragged.slots_T[token] == sequence.page_ids[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+            token += 1
+    assert ragged.counts_2.tolist() == [schedule.num_decodes, len(schedule.sequences)]
+    assert (ragged.slots_T[token:] == NUM_PAGES * PAGE_SIZE).all(), "padding must write to no page"
+    padding = slice(len(schedule.sequences), None)
+    assert (step_input.slot_B[padding] >= MAX_SEQS).all() and (ragged.context_lens_B[padding] == 0).all()
+    assert (ragged.query_starts_B1[len(schedule.sequences) :] == token).all()
+
+
+def test_a_slot_forgets_its_last_owner() -> None:
+    builder = BatchBuilder(BUCKETS, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS)
+
+    def row_of(sequence: Sequence) -> np.ndarray:
+        schedule = Schedule((ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, True),), 1, 1)
+        bucket, packed = builder.build(schedule)
+        return unpack(packed, bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).ragged.page_table_BM[0]
+
+    first = make_sequence(2, 8, [7, 8])
+    assert row_of(first)[:2].tolist() == [7, 8]
+    first.page_ids.append(9)
+    assert row_of(first)[:3].tolist() == [7, 8, 9]
+    # Preempted and back in the same slot with as many pages: other pages.
+    first.page_ids, first.num_preemptions = [1, 2, 3], 1
+    assert row_of(first)[:3].tolist() == [1, 2, 3]
+    assert row_of(make_sequence(2, 8, [5, 6]))[:2].tolist() == [5, 6]
+
+
+def test_every_step_within_the_limits_has_a_bucket() -> None:
+    for tokens, rows, max_tokens, max_rows in [((16, 64), (2, 8), 512, 32), ((), (), 7, 3), ((512,), (64,), 100, 100), ((1,), (1,), 1, 1)]:
+        buckets: Buckets = make_buckets(tokens, rows, max_tokens=max_tokens, max_rows=max_rows, table_width=4)
+        every = set(buckets.all())
+        for num_rows in range(1, max_rows + 1):
+            for num_tokens in range(num_rows, max_tokens + 1):
+                bucket = buckets.choose(num_tokens, num_rows)
+                assert bucket in every
+                assert bucket.num_tokens >= max(2, num_tokens) and bucket.num_rows >= num_rows
+                assert bucket.decode_only == (num_tokens == num_rows)

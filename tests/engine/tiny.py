@@ -1,0 +1,95 @@
+"""A tiny model on the real engine: float32 or bfloat16, seeded weights, every size small and none a power of two by accident."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig
+from jaxserve.engine.batch import make_buckets, table_width
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.execution import choose_execution
+from jaxserve.engine.kv_cache import plan_pool
+from jaxserve.engine.runner import DeviceRunner
+from jaxserve.models.model import build_model
+from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.request import SamplingParams
+from tests.engine_host.fakes import FakeTokenizer
+
+MAX_POSITION = 96
+
+
+def tiny_spec(**changes: object) -> ModelSpec:
+    """Three layers, one of them with a window; grouped heads; a vocabulary that fills no whole chunk of the sampler's."""
+    head_dim = 16
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=300,
+        width=48,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        mlp_width=80,
+        max_position=MAX_POSITION,
+        norm_eps=1e-5,
+        activation="silu",
+        layers=(LayerSpec(), LayerSpec(window=10), LayerSpec()),
+        ropes=(RopeSpec(inv_freq=tuple(10_000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))),),
+        attention_scale=head_dim**-0.5,
+        tied=True,
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def tiny_engine(
+    *,
+    dtype: str = "float32",
+    page_size: int = 8,
+    num_pages: int = 64,
+    max_num_seqs: int = 4,
+    max_tokens_per_step: int = 32,
+    token_buckets: tuple[int, ...] = (8, 32),
+    warmup: bool = False,
+    spec: ModelSpec | None = None,
+) -> Engine:
+    """An engine on the tiny model. Without warm-up each bucket compiles when it is first met."""
+    spec = spec or tiny_spec()
+    config = Config(
+        cache=CacheConfig(page_size=page_size, num_pages=num_pages),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step),
+        engine=EngineConfig(token_buckets=token_buckets, sequence_buckets=(2, 4, 8)),
+    )
+    execution = choose_execution(config, "cpu")
+    model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers)
+    width = table_width(spec.max_position, page_size)
+    plan = plan_pool(
+        spec, config.cache, dtype=execution.kv_dtype if dtype == "bfloat16" else jnp.float32,
+        table_width=width, max_num_seqs=max_num_seqs, free_bytes=2**30, is_cpu=True,
+    )  # fmt: skip
+    buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
+    runner = DeviceRunner(model, model.random_params(0, randomize_all=True), plan, buckets, max_num_seqs=max_num_seqs)
+    if warmup:
+        runner.warmup()
+    return Engine(runner, FakeTokenizer(), spec, config)
+
+
+def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]], *, arrivals: list[int] | None = None) -> list[tuple[int, ...]]:
+    """Generated ids of each request; request i is added before step ``arrivals[i]`` (all before the first without it)."""
+    arrivals = arrivals or [0] * len(requests)
+    ids: dict[str, int] = {}
+    tokens: list[list[int]] = [[] for _ in requests]
+    step = 0
+    while len(ids) < len(requests) or engine.has_work:
+        for index, (prompt, params) in enumerate(requests):
+            if arrivals[index] == step:
+                request = engine.make_request(prompt, params, f"r{index}")
+                engine.add(request)
+                ids[request.request_id] = index
+        for output in engine.step():
+            assert output.error is None, output.error
+            tokens[ids[output.request_id]] += output.token_ids
+        step += 1
+    engine.check_integrity()
+    return [tuple(generated) for generated in tokens]
