@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.kernels_pallas.ragged_paged_attention import pallas_tpu, reference, xla_implementation
+from jaxserve.kernels_pallas.ragged_paged_attention import pallas_gpu, pallas_tpu, reference, xla_implementation
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import NO_WINDOW, Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch
 from jaxserve.kernels_pallas.target import Target, current_target
 
@@ -20,7 +20,7 @@ __all__ = [
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation
-    for implementation in (reference.IMPLEMENTATION, xla_implementation.IMPLEMENTATION, pallas_tpu.make_implementation())
+    for implementation in (reference.IMPLEMENTATION, xla_implementation.IMPLEMENTATION, pallas_tpu.make_implementation(), pallas_gpu.make_implementation())
 }
 """Every implementation by its name."""
 

@@ -121,16 +121,12 @@ def accumulator_scratch(num_kv_heads: int, rows: int, width: int) -> tuple[Any, 
     return (pltpu.VMEM((num_kv_heads, rows, 128), jnp.float32), pltpu.VMEM((num_kv_heads, rows, 128), jnp.float32), pltpu.VMEM((num_kv_heads, rows, width), jnp.float32))
 
 
-def start_softmax(accumulators: Accumulators, sinks: Callable[[int], Array] | None) -> None:
-    """Empties the accumulators; a sink is a first key with logit ``sinks(head)`` (``[R, 128]``) and no value."""
-    accumulators.output[...] = jnp.zeros_like(accumulators.output)
-    if sinks is None:
-        accumulators.maximum[...] = jnp.full_like(accumulators.maximum, MASKED)
-        accumulators.total[...] = jnp.zeros_like(accumulators.total)
-        return
-    for head in range(accumulators.maximum.shape[0]):
-        accumulators.maximum[head] = sinks(head)
-    accumulators.total[...] = jnp.ones_like(accumulators.total)
+def start_softmax(accumulators: Accumulators, head: Array, sinks: Array | None) -> None:
+    """Empties one head's accumulators; a sink is a first key with logit ``sinks`` (``[R, 128]``) and no value."""
+    shape = accumulators.maximum.shape[1:]
+    accumulators.output[head] = jnp.zeros(accumulators.output.shape[1:], jnp.float32)
+    accumulators.maximum[head] = jnp.full(shape, MASKED, jnp.float32) if sinks is None else sinks
+    accumulators.total[head] = jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32)
 
 
 def softmax_step(
@@ -165,23 +161,20 @@ def softmax_step(
     accumulators.total[head] = jnp.broadcast_to(total, accumulators.total.shape[1:])
 
 
-def finish_softmax(accumulators: Accumulators, head: int, scale: Array) -> Array:
+def finish_softmax(accumulators: Accumulators, head: Array, scale: Array) -> Array:
     """One head's output, ``[R, w]`` float32; ``scale`` is the head's value scale."""
     return accumulators.output[head] / accumulators.total[head][:, :1] * scale
 
 
-def for_heads(num_heads: int, body: Callable[[Any], None]) -> None:
-    """Runs ``body`` for each head; up to four heads in line, so that one's products overlap another's softmax."""
-    in_line = next(size for size in (4, 3, 2, 1) if num_heads % size == 0)
+def for_heads(num_heads: int, in_line: int, body: Callable[[Any], None]) -> None:
+    """Runs ``body`` for each head, up to ``in_line`` of them in line: short bodies overlap, long ones only cost compile time."""
+    in_line = next(size for size in range(min(in_line, num_heads), 0, -1) if num_heads % size == 0)
 
     def group(index: Array, _: None) -> None:
         for offset in range(in_line):
             body(index * in_line + offset)
 
-    if in_line == num_heads:
-        group(jnp.int32(0), None)
-    else:
-        lax.fori_loop(0, num_heads // in_line, group, None)
+    lax.fori_loop(0, num_heads // in_line, group, None)
 
 
 def smem_row(index_map: Callable[..., Any], width: int) -> pl.BlockSpec:

@@ -111,7 +111,7 @@ def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int, writ
     sinks_ref = refs.pop(0) if has_sinks else None
     o_ref, pool_ref, buffer, semaphores, slot_ref, *refs = refs
     accumulators, write_buffers = Accumulators(*refs[:3]), refs[3:]
-    row, window, num_decodes = pl.program_id(0), scalars[1], scalars[2]
+    row, window, num_decodes, num_heads = pl.program_id(0), scalars[1], scalars[2], q_ref.shape[1]
     reader = PageReader(pool_ref, buffer, semaphores, scalars[0])
 
     def pages_of(b: Array) -> Span:
@@ -131,7 +131,7 @@ def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int, writ
     def _() -> None:
         pages = pages_of(row)
         num_blocks = reader.num_blocks(pages)
-        start_softmax(accumulators, None if sinks_ref is None else lambda head: sinks_ref[head])
+        for_heads(num_heads, 1, lambda head: start_softmax(accumulators, head, None if sinks_ref is None else sinks_ref[head]))
 
         def step(block: Array, _: None) -> None:
             slot = slot_ref[0]
@@ -153,9 +153,12 @@ def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int, writ
                 q = q_ref[0, head]
                 softmax_step(accumulators, head, q, reader.keys_and_values(slot, head, q.dtype), visible, scales[0, head], soft_cap, half)
 
-            for_heads(q_ref.shape[1], one_head)
+            for_heads(num_heads, 4, one_head)
             slot_ref[0] = 1 - slot
 
         lax.fori_loop(0, num_blocks, step, None)
-        for head in range(q_ref.shape[1]):
+
+        def finish(head: Array) -> None:
             o_ref[0, head] = finish_softmax(accumulators, head, scales[1, head]).astype(o_ref.dtype)
+
+        for_heads(num_heads, 1, finish)

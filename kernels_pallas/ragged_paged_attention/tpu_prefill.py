@@ -182,11 +182,13 @@ def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int) -> N
         num_blocks = reader.num_blocks(pages)
         q_slot = lax.rem(item, 2)
 
-        def sink_rows(head: int) -> Array:
-            sinks = sinks_ref[head]
-            return jnp.broadcast_to(sinks[:, None, :], (group_size, block_size, 128)).reshape(num_rows, 128)
+        def start(head: Array) -> None:
+            sinks = None
+            if sinks_ref is not None:
+                sinks = jnp.broadcast_to(sinks_ref[head][:, None, :], (group_size, block_size, 128)).reshape(num_rows, 128)
+            start_softmax(accumulators, head, sinks)
 
-        start_softmax(accumulators, sink_rows if has_sinks else None)
+        for_heads(num_heads, 1, start)
 
         def step(block: Array, _: None) -> None:
             slot = slot_ref[0]
@@ -209,13 +211,16 @@ def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int) -> N
                 q = q_buffer[q_slot, head].reshape(num_rows, width)
                 softmax_step(accumulators, head, q, reader.keys_and_values(slot, head, q.dtype), visible, scales[0, head], soft_cap, half)
 
-            for_heads(num_heads, one_head)
+            for_heads(num_heads, 1, one_head)
             slot_ref[0] = 1 - slot
 
         lax.fori_loop(0, num_blocks, step, None)
         # The rows after a row's last query are the next row's places: its own item writes them later, hence one output copy at a time.
         pl.when(item > 0)(lambda: output(item - 1).wait())
-        for head in range(num_heads):
+
+        def finish(head: Array) -> None:
             o_buffer[head] = finish_softmax(accumulators, head, scales[1, head]).reshape(group_size, block_size, width).astype(o_buffer.dtype)
+
+        for_heads(num_heads, 1, finish)
         output(item).start()
         pl.when(item == num_items - 1)(lambda: output(item).wait())
