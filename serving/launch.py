@@ -88,6 +88,7 @@ async def _serve_bound(config: Config, engine: ServedEngine, http_socket: socket
                 task.result()  # raises what ended it
             if tasks["http"] in done:
                 return
+        tasks["ready"].cancel()  # it would say SERVING again while the engine is not draining yet
         if grpc_server is not None:
             await grpc_server.set_serving(False)
         if engine.state == "ready":
