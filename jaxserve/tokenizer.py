@@ -163,7 +163,7 @@ def _from_gguf(checkpoint: Checkpoint, file: GGUFFile, given: str | None) -> Tok
 
 def _from_folder(checkpoint: Checkpoint, given: str | None) -> Tokenizer:
     folder = checkpoint.path
-    original = _auto_tokenizer(folder)
+    original = _original_tokenizer(folder)
     template, source = _read_given(given) or _folder_template(folder)
     special = {role: text for role in SPECIAL_ROLES if isinstance(text := getattr(original, role, None), str)}
     eos = [*checkpoint.spec.eos_token_ids, *([original.eos_token_id] if isinstance(original.eos_token_id, int) else [])]
@@ -177,13 +177,15 @@ def _from_folder(checkpoint: Checkpoint, given: str | None) -> Tokenizer:
     )
 
 
-def _auto_tokenizer(folder: Path) -> Any:
+def _original_tokenizer(folder: Path) -> Any:
     # Tokenizers need no torch: without this transformers says on import that it is missing.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers import AutoTokenizer  # a second, which GGUF models need not wait for
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a second, which GGUF models need not wait for
 
+    # tokenizer.json is the tokenizer. AutoTokenizer builds some anew from its vocabulary alone, by the rules of config.json's model_type.
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # transformers raises whatever its parsers raise on missing and broken files.
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {error}") from error

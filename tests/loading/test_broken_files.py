@@ -150,9 +150,8 @@ def assert_only_model_errors(read: Callable[[Path], None], path: Path, data: byt
         tracemalloc.start()
         try:
             read(path)  # harmless damage, such as another name in a description, may well be read
-        except ModelError as error:
+        except ModelError:
             refused += 1
-            assert str(error)
         finally:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
