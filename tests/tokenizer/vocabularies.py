@@ -57,33 +57,7 @@ def byte_level(pre: str = "gpt-2", **changes: Any) -> GGUFTokenizer:
 
 def sentencepiece(**changes: Any) -> GGUFTokenizer:
     """SentencePiece BPE with byte fallback; runs of spaces and newlines are user-defined, as in Gemma."""
-    pieces = [
-        "▁",
-        "h",
-        "e",
-        "l",
-        "o",
-        "w",
-        "r",
-        "d",
-        "日",
-        "本",
-        "é",
-        "a",
-        "b",
-        "▁w",
-        "ll",
-        "he",
-        "hell",
-        "hello",
-        "▁hello",
-        "▁wo",
-        "日本",
-        "ab",
-        "aba",
-        "ba",
-        ".",
-    ]
+    pieces = [*"▁helowrd日本éab", "▁w", "ll", "he", "hell", "hello", "▁hello", "▁wo", "日本", "ab", "aba", "ba", "."]
     special = ["<unk>", "<s>", "</s>", "\n", "\n\n", "  ", "   "]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     metadata = {
