@@ -69,6 +69,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         UnsupportedModelError: The file states something about the architecture that jaxserve does not implement.
     """
     architecture = gguf_architecture(file)
+    if (num_files := file.metadata.get("split.count", 1)) != 1:
+        raise UnsupportedModelError(f"{file.path}: split.count is {num_files!r}: one of several files; llama.cpp's gguf-split --merge joins them")
     keys = _Keys(file)
     heads = keys.uniform_int("attention.head_count")
     width = keys.uniform_int("embedding_length")

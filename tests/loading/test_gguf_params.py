@@ -136,6 +136,7 @@ def test_impossible_rope_factors(tmp_path: Path, factors: np.ndarray) -> None:
     ("metadata", "error", "words"),
     [
         ({"llama.attention.new_trick": 1}, UnsupportedModelError, "llama.attention.new_trick"),
+        ({"split.count": 2}, UnsupportedModelError, "split.count is 2"),
         ({"llama.expert_count": 8}, UnsupportedModelError, "expert_count is 8"),
         ({"llama.attention.head_count_kv": [2, 1]}, UnsupportedModelError, "differs from layer to layer"),
         ({"llama.attention.value_length": 16}, UnsupportedModelError, "value_length is 16"),
