@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.dims import ceil_div, round_up
+from jaxserve.dims import ceil_div
 from jaxserve.kernels_pallas.ragged_paged_attention.api import make_problem
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import NO_WINDOW, KVScales, PoolShape, Problem, RaggedBatch, quantise
 from jaxserve.kernels_pallas.target import Target
@@ -33,6 +33,7 @@ class Case:
         scaled: Whether a quantised pool has scales other than 1.
         padding: Tokens and rows after the live ones.
         num_layers: L; the call is for the last layer.
+        bucket: T, B, M and P, as an engine's bucket has them; cases of one bucket share their compiled program. ``None``: as small as the case.
     """
 
     name: str
@@ -49,16 +50,17 @@ class Case:
     scaled: bool = False
     padding: tuple[int, int] = (0, 0)
     num_layers: int = 2
+    bucket: tuple[int, int, int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return max(sum(self.queries) + self.padding[0], 1)
+        return self.bucket[0] if self.bucket else sum(self.queries) + self.padding[0]
 
     @property
     def num_rows(self) -> int:
         """B."""
-        return max(len(self.queries) + self.padding[1], 1)
+        return self.bucket[1] if self.bucket else len(self.queries) + self.padding[1]
 
     @property
     def is_small(self) -> bool:
@@ -68,7 +70,7 @@ class Case:
     @property
     def decode_only(self) -> bool:
         """Whether no row has more than one new token and each token has its row."""
-        return set(self.queries) <= {1} and self.num_rows <= self.num_tokens
+        return self.bucket is None and set(self.queries) == {1} and self.num_rows <= self.num_tokens
 
     @property
     def tolerance(self) -> float:
@@ -77,7 +79,7 @@ class Case:
 
     def pool_shape(self) -> PoolShape:
         """Pages for every row, and a few that belong to nobody."""
-        pages = sum(ceil_div(length, self.page_size) for length in self.contexts) + 3
+        pages = self.bucket[3] if self.bucket else sum(ceil_div(length, self.page_size) for length in self.contexts) + 3
         return PoolShape(
             num_layers=self.num_layers, num_pages=pages, page_size=self.page_size, num_kv_heads=self.heads[1], head_dim=self.head_dim,
             dtype=jnp.dtype(self.kv_dtype),
@@ -85,8 +87,9 @@ class Case:
 
     def problem(self, target: Target | None = None) -> Problem:
         """The static description."""
+        table_width = self.bucket[2] if self.bucket else ceil_div(max(self.contexts), self.page_size)
         return make_problem(
-            num_tokens=self.num_tokens, num_rows=self.num_rows, table_width=max(ceil_div(max(self.contexts, default=1), self.page_size), 1),
+            num_tokens=self.num_tokens, num_rows=self.num_rows, table_width=table_width,
             num_heads=self.heads[0], shape=self.pool_shape(), q_dtype=jnp.dtype(self.q_dtype), decode_only=self.decode_only, target=target,
         )  # fmt: skip
 
@@ -164,29 +167,42 @@ _FP8 = {"q_dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
 _INT8 = {"q_dtype": "bfloat16", "kv_dtype": "int8", "scaled": True}
 
 
+_BUCKET = (48, 6, 16, 40)
+
+
+def _edge(name: str, queries: tuple[int, ...], contexts: tuple[int, ...], **fields: Any) -> Case:
+    """An edge of the ragged contract, in the bucket that all of them share."""
+    return Case(name=name, queries=queries, contexts=contexts, bucket=_BUCKET, **fields)
+
+
 def _mixed(name: str, **fields: Any) -> Case:
     """Two decodes, a fresh prompt, and a chunk that continues one; with padding."""
-    return Case(name=name, queries=(1, 1, 19, 9), contexts=(40, 5, 19, 77), padding=(2, 1), **fields)
+    return Case(**{"name": name, "queries": (1, 1, 19, 9), "contexts": (40, 5, 19, 77), "bucket": _BUCKET} | fields)
 
 
 CASES: tuple[Case, ...] = (
     # Edges of the ragged contract.
-    Case(name="one_token", queries=(1,), contexts=(1,)),
-    Case(name="all_padding", queries=(), contexts=(), padding=(8, 4)),
-    Case(name="one_page", queries=(1,), contexts=(16,)),
-    Case(name="one_over_a_page", queries=(1,), contexts=(17,)),
-    Case(name="fresh_page_exactly", queries=(16,), contexts=(16,)),
-    Case(name="fresh_one_over_a_page", queries=(17,), contexts=(17,)),
-    Case(name="chunk_ends_on_page", queries=(7,), contexts=(32,)),
-    Case(name="chunk_starts_on_page", queries=(5,), contexts=(37,)),
-    Case(name="chunk_of_one_after_prefill", queries=(3, 1, 2), contexts=(3, 9, 30)),
-    Case(name="decodes_only", queries=(1,) * 6, contexts=(1, 2, 16, 33, 100, 255), padding=(2, 2)),
-    Case(name="decodes_of_one_token", queries=(1,) * 4, contexts=(1,) * 4),
-    Case(name="prefill_only", queries=(33, 2, 21), contexts=(33, 50, 21)),
-    Case(name="many_rows_few_tokens", queries=(1, 1), contexts=(9, 12), padding=(0, 6)),
-    Case(name="tokens_padded", queries=(1, 5), contexts=(3, 5), padding=(26, 2)),
-    Case(name="single_layer", queries=(1, 6), contexts=(20, 26), num_layers=1),
-    _mixed("mixed"),
+    _edge("one_token", (1,), (1,)),
+    _edge("all_padding", (), ()),
+    _edge("one_page", (1,), (16,)),
+    _edge("one_over_a_page", (1,), (17,)),
+    _edge("fresh_page_exactly", (16,), (16,)),
+    _edge("fresh_one_over_a_page", (17,), (17,)),
+    _edge("chunk_ends_on_page", (7,), (32,)),
+    _edge("chunk_starts_on_page", (5,), (37,)),
+    _edge("chunk_of_one_after_prefill", (3, 1, 2), (3, 9, 30)),
+    _edge("six_decodes", (1,) * 6, (1, 2, 16, 33, 100, 255)),
+    _edge("decodes_of_one_token", (1,) * 4, (1,) * 4),
+    _edge("prefill_only", (23, 2, 21), (33, 50, 21)),
+    _edge("no_padding", (1, 20, 7, 5, 8, 7), (256, 20, 9, 50, 64, 8)),
+    _edge("mixed", (1, 1, 19, 9), (40, 5, 19, 77)),
+    _edge("window", (1, 1, 19, 9), (40, 5, 19, 77), window=13),
+    _edge("window_smaller_than_page", (1, 1, 19, 9), (40, 5, 19, 77), window=5),
+    _edge("window_of_one", (1, 1, 19, 9), (40, 5, 19, 77), window=1),
+    _edge("window_skips_pages", (1, 1, 12), (250, 90, 200), window=40),
+    Case(name="decode_only", queries=(1,) * 6, contexts=(1, 2, 16, 33, 100, 255), padding=(2, 2)),
+    Case(name="one_row_as_small_as_can_be", queries=(1,), contexts=(1,), num_layers=1),
+    Case(name="more_rows_than_tokens", queries=(1, 1), contexts=(9, 12), padding=(0, 6)),
     Case(name="long_among_short", queries=(1, 1, 1), contexts=(5, 131072, 40), page_size=128, heads=(2, 1), num_layers=1),
     Case(name="long_prefill_chunk", queries=(1, 70), contexts=(300, 1500), heads=(2, 1), page_size=32),
     # Head shapes.
@@ -209,10 +225,6 @@ CASES: tuple[Case, ...] = (
     _mixed("page_128", page_size=128),
     _mixed("page_8_bf16", page_size=8, **_BF16),
     # Logits.
-    _mixed("window", window=13),
-    _mixed("window_smaller_than_page", window=5, page_size=32),
-    _mixed("window_of_one", window=1),
-    Case(name="window_skips_pages", queries=(1, 1, 12), contexts=(600, 90, 400), window=64),
     _mixed("soft_cap", soft_cap=2.0),
     _mixed("sinks", sinks=True),
     _mixed("window_soft_cap_sinks", window=21, soft_cap=5.0, sinks=True, head_dim=128, **_BF16),
