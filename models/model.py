@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -51,18 +53,19 @@ class Model:
         """Random parameters: the same values for both forms of the layers.
 
         Args:
-            seed: Any 32-bit integer.
+            seed: Any integer ``>= 0``.
             randomize_all: Also norms and biases, which are otherwise at their neutral values.
         """
-        keys = {path: jax.random.fold_in(jax.random.key(seed), index) for index, path in enumerate(param_specs(self.spec))}
+
+        def one(path: str, param: ParamSpec, layer: int) -> np.ndarray:
+            # Drawn by numpy: a compile for each shape takes longer than drawing the models that tests use.
+            rng = np.random.default_rng([seed, zlib.crc32(path.encode()), layer])
+            return _random(rng, param, randomize_all).astype(self.dtype)
 
         def make(path: str, param: ParamSpec, layer: int | None) -> Array:
-            draw = jax.jit(lambda key: _random(key, param, randomize_all).astype(self.dtype))
-            if not param.per_layer:
-                return draw(keys[path])
-            if layer is not None:
-                return draw(jax.random.fold_in(keys[path], layer))
-            return jax.vmap(draw)(jax.vmap(lambda index: jax.random.fold_in(keys[path], index))(jnp.arange(self.spec.num_layers)))
+            if param.per_layer and layer is None:
+                return jnp.asarray(np.stack([one(path, param, index) for index in range(self.spec.num_layers)]))
+            return jnp.asarray(one(path, param, layer or 0))
 
         return build_params(self.spec, self.layers, make)
 
@@ -131,8 +134,8 @@ def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm) -> Model:
     return Model(spec=spec, dtype=dtype, layers=layers, layer_graph=layer_graph, stem_graph=stem_graph)
 
 
-def _random(key: Array, param: ParamSpec, randomize_all: bool) -> Array:
+def _random(rng: np.random.Generator, param: ParamSpec, randomize_all: bool) -> np.ndarray:
     if param.init == "normal":
-        return jax.random.normal(key, param.shape) * param.fan_in**-0.5
-    neutral = 1.0 if param.init == "ones" else 0.0
-    return neutral + _SPREAD * jax.random.normal(key, param.shape) if randomize_all else jnp.full(param.shape, neutral)
+        return rng.standard_normal(param.shape, np.float32) * np.float32(param.fan_in**-0.5)
+    neutral = np.full(param.shape, 1.0 if param.init == "ones" else 0.0, np.float32)
+    return neutral + _SPREAD * rng.standard_normal(param.shape, np.float32) if randomize_all else neutral

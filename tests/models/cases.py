@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxserve.models.hf_config import spec_from_config
+from jaxserve.models.spec import ModelSpec
+
 SEQUENCE_LENGTH = 48
 """Longer than every window and than every original rope length below."""
 
@@ -28,6 +31,10 @@ class Case:
 
     name: str
     config: dict[str, Any]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_from_config(self.config)
 
 
 def _case(name: str, architecture: str, model_type: str, **keys: Any) -> Case:

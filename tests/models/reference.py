@@ -6,7 +6,6 @@ import copy
 
 import numpy as np
 
-from jaxserve.models.hf_config import spec_from_config
 from tests.models.cases import SEQUENCE_LENGTH, Case
 from tests.models.seeded import checkpoint, token_ids
 
@@ -16,7 +15,7 @@ def reference_logits(case: Case) -> np.ndarray:
     import torch
     import transformers
 
-    spec = spec_from_config(case.config)
+    spec = case.spec
     keys = copy.deepcopy(case.config)  # transformers changes what it is given.
     config = transformers.CONFIG_MAPPING[keys.pop("model_type")](**keys)
     config._attn_implementation = "eager"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 
 import jax.numpy as jnp
@@ -36,6 +37,14 @@ def checkpoint(spec: ModelSpec) -> dict[str, np.ndarray]:
                 name = piece.name.format(layer=layer)
                 tensors[name] = tensor(name, piece.shape, norm_neutral=neutral)
     return tensors
+
+
+def checkpoint_digest(spec: ModelSpec) -> str:
+    """Tells whether stored outputs belong to these tensors: a library's random numbers may change."""
+    digest = hashlib.sha256()
+    for name, values in sorted(checkpoint(spec).items()):
+        digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()
 
 
 def token_ids(spec: ModelSpec, length: int) -> np.ndarray:
