@@ -102,11 +102,11 @@ def test_no_weight_is_converted_or_transposed(layers: str) -> None:
     rows_bytes = 8 * 4 * (spec.vocab_size + 2 * spec.mlp_width + 8 * spec.width)
     assert memory is not None
     assert memory.temp_size_in_bytes <= (layer_bytes if layers == "scan" else 0) + rows_bytes
-    weights = {f"[{a},{b}]" for a, b in [(spec.width, 2 * spec.mlp_width), (spec.vocab_size, spec.width), (2 * spec.mlp_width, spec.width)]}
+    weights = {f"[{spec.width},{2 * spec.mlp_width}]", f"[{2 * spec.mlp_width},{spec.width}]"}
     for line in compiled.as_text().splitlines():
         produced, _, operation = line.partition(" = ")[2].partition(" ")
         if operation.startswith(("transpose(", "convert(", "copy(")):
-            assert not any(shape in produced for shape in weights) or "gather" in line, line
+            assert not any(shape in produced for shape in weights), line
 
 
 def test_params_handed_to_jit_are_plain_and_few() -> None:

@@ -45,7 +45,7 @@ def test_build_params_gives_each_form_its_layer_indices() -> None:
         return path
 
     stacked = build_params(spec, "scan", make)
-    assert stacked["layers"]["qkv"] == "layers.qkv" and set(layer for _, layer in calls) == {None}
+    assert stacked["layers"]["qkv"] == "layers.qkv" and {layer for _, layer in calls} == {None}
     calls.clear()
     unrolled = build_params(spec, "unroll", make)
     assert len(unrolled["layers"]) == spec.num_layers
