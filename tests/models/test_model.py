@@ -88,7 +88,7 @@ def test_no_weight_is_converted_or_transposed(layers: str) -> None:
     """XLA:CPU may read the layer's slice of a stack into place, but no weight may change its type or its order: that costs more than the product."""
     if layers == "scan" and jax.__version_info__ < (0, 12):
         pytest.skip("before JAX 0.12 XLA:CPU converts scanned bfloat16 stacks to float32; the runner unrolls there")
-    spec = dataclasses.replace(SPECS["qwen2_window"], mlp_width=256, vocab_size=512)
+    spec = dataclasses.replace(SPECS["qwen2_window"], mlp_width=256, vocab_size=384)
     model = build_model(spec, dtype="bfloat16", layers=layers)
 
     def run(params, token_ids, positions):
