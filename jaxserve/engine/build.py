@@ -9,12 +9,14 @@ from typing import Any
 import jax
 
 from jaxserve.config import Config
-from jaxserve.engine.batch import make_buckets, table_width
+from jaxserve.engine.batch import Buckets, make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import PoolPlan, free_memory, plan_pool
 from jaxserve.engine.runner import DeviceRunner
+from jaxserve.engine.step import attention_problem
 from jaxserve.errors import ConfigError
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, PoolShape, choose_implementation
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.progress import Progress
@@ -41,14 +43,11 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
         ConfigError: The configuration does not fit the model or the machine.
         ModelError: The model cannot be found, read or served.
     """
-    if config.engine.attention not in ("auto", "xla"):
-        raise ConfigError(f"engine.attention is {config.engine.attention!r}; must be auto or xla")
     if config.engine.compilation_cache:
         _enable_compilation_cache()
     started = time.monotonic()
     device = jax.devices()[0]
     execution = choose_execution(config, device.platform)
-    logger.info("%s: jax %s, layers: %s, attention: xla", device.device_kind, jax.__version__, execution.layers)
 
     checkpoint = open_checkpoint(config.model, progress=progress)
     max_model_len = _max_model_len(config, checkpoint)
@@ -58,16 +57,6 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
 
     width = table_width(max_model_len, config.cache.page_size)
-    plan = plan_pool(
-        checkpoint.spec,
-        config.cache,
-        dtype=execution.kv_dtype,
-        table_width=width,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        free_bytes=free_memory(device),
-        is_cpu=device.platform == "cpu",
-    )
-    _log_what_fits(params, plan, max_model_len)
     buckets = make_buckets(
         execution.token_buckets,
         execution.sequence_buckets,
@@ -75,6 +64,19 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
         max_rows=config.scheduler.max_num_seqs,
         table_width=width,
     )
+    attention = _choose_attention(config, model, buckets, execution.kv_dtype)
+    logger.info("%s: jax %s, layers: %s, attention: %s", device.device_kind, jax.__version__, execution.layers, attention.name)
+    plan = plan_pool(
+        checkpoint.spec,
+        config.cache,
+        attention=attention,
+        dtype=execution.kv_dtype,
+        table_width=width,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        free_bytes=free_memory(device),
+        is_cpu=device.platform == "cpu",
+    )
+    _log_what_fits(params, plan, max_model_len)
     runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs)
     if config.engine.warmup:
         runner.warmup(None if progress is None else lambda done, total: progress("compiling", done, total))
@@ -85,6 +87,21 @@ def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkp
     """The host half on a runner that is ready."""
     name = config.server.served_model_name or checkpoint.name
     return Engine(runner, tokenizer, model.spec, config, model_name=name, sampling_defaults=checkpoint.generation_defaults)
+
+
+def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any) -> Implementation:
+    """The implementation that serves every bucket."""
+    shape = PoolShape(
+        num_layers=model.spec.num_layers, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim, dtype=kv_dtype,
+    )  # fmt: skip
+    try:
+        attention = choose_implementation(config.engine.attention, attention_problem(model, buckets.all()[-1], shape))
+        for bucket in buckets.all():
+            choose_implementation(attention, attention_problem(model, bucket, shape))
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
+    return attention
 
 
 def _max_model_len(config: Config, checkpoint: Checkpoint) -> int:

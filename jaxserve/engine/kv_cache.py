@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import CacheConfig
 from jaxserve.errors import ConfigError
-from jaxserve.kernels_pallas.ragged_paged_attention import xla
-from jaxserve.kernels_pallas.ragged_paged_attention.api import KVPool, PoolShape
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, KVPool, PoolShape
 from jaxserve.models.spec import ModelSpec
 
 CPU_MEMORY_FRACTION = 0.1
@@ -27,10 +26,12 @@ class PoolPlan:
 
     Args:
         shape: Its logical shape.
+        attention: The implementation of attention that lays it out.
         page_bytes: Bytes of one page, all layers, keys and values.
     """
 
     shape: PoolShape
+    attention: Implementation
     page_bytes: int
 
     @property
@@ -44,19 +45,22 @@ class PoolPlan:
 
     def abstract(self) -> KVPool:
         """The pool's arrays, as ``jax.ShapeDtypeStruct``."""
-        return xla.init_pool(self.shape)
+        return self.attention.init_pool(self.shape)
 
     def allocate(self) -> KVPool:
         """A pool of zeros."""
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self.abstract())
 
 
-def plan_pool(spec: ModelSpec, config: CacheConfig, *, dtype: Any, table_width: int, max_num_seqs: int, free_bytes: int, is_cpu: bool) -> PoolPlan:
+def plan_pool(
+    spec: ModelSpec, config: CacheConfig, *, attention: Implementation, dtype: Any, table_width: int, max_num_seqs: int, free_bytes: int, is_cpu: bool
+) -> PoolPlan:
     """Sizes the pool: ``num_pages`` as configured, else what the memory fraction buys, at most what all sequences at full length need.
 
     Args:
         spec: The model.
         config: The cache section.
+        attention: The implementation of attention, whose layout may pad.
         dtype: Of keys and values.
         table_width: Pages of the longest sequence.
         max_num_seqs: Sequence slots.
@@ -72,7 +76,7 @@ def plan_pool(spec: ModelSpec, config: CacheConfig, *, dtype: Any, table_width: 
             num_layers=spec.num_layers, num_pages=num_pages, page_size=config.page_size, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )
 
-    page_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in xla.init_pool(shape(1)))
+    page_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(attention.init_pool(shape(1))))
     num_pages = config.num_pages
     if num_pages is None:
         fraction = config.memory_fraction or (CPU_MEMORY_FRACTION if is_cpu else ACCELERATOR_MEMORY_FRACTION)
@@ -86,7 +90,7 @@ def plan_pool(spec: ModelSpec, config: CacheConfig, *, dtype: Any, table_width: 
         raise ConfigError(
             f"cache.num_pages={num_pages} takes {num_pages * page_bytes / 2**30:.2f} GiB, {free_bytes / 2**30:.2f} GiB are free; at most {free_bytes // page_bytes} fit"
         )
-    return PoolPlan(shape=shape(num_pages), page_bytes=page_bytes)
+    return PoolPlan(shape=shape(num_pages), attention=attention, page_bytes=page_bytes)
 
 
 def free_memory(device: jax.Device) -> int:

@@ -106,7 +106,7 @@ class DeviceRunner:
         return {bucket: compiled.memory_analysis().temp_size_in_bytes for bucket, compiled in self._compiled.items()}
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        step = make_step(self._model, bucket, page_size=self.page_size, num_pages=self.num_pages)
+        step = make_step(self._model, bucket, shape=self._pool_plan.shape, attention=self._pool_plan.attention)
         pool, carry = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (self._pool, self._carry))
         compiled = compile_step(step, self._params, pool, carry, bucket)
         self._compiled[bucket] = compiled

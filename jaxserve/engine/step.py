@@ -12,8 +12,7 @@ from jaxtyping import Array, Int32
 
 from jaxserve.engine.batch import FROM_CARRY, ROW_FIELDS, Bucket
 from jaxserve.engine.sampler import SamplingArrays, sample
-from jaxserve.kernels_pallas.ragged_paged_attention import xla
-from jaxserve.kernels_pallas.ragged_paged_attention.api import KVPool, RaggedBatch
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, KVPool, PoolShape, Problem, RaggedBatch, make_problem, ragged_paged_attention
 from jaxserve.models.model import Model
 from jaxserve.models.params import Params
 
@@ -42,7 +41,15 @@ class StepInput(NamedTuple):
 Step = Callable[[Params, KVPool, Carry, Int32[Array, "X"]], tuple[KVPool, Carry, Int32[Array, "B"]]]
 
 
-def make_step(model: Model, bucket: Bucket, *, page_size: int, num_pages: int) -> Step:
+def attention_problem(model: Model, bucket: Bucket, shape: PoolShape) -> Problem:
+    """What attention has to serve in a bucket, for the device at hand."""
+    return make_problem(
+        num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=bucket.table_width, num_heads=model.spec.num_heads, shape=shape,
+        q_dtype=model.dtype, decode_only=bucket.decode_only,
+    )  # fmt: skip
+
+
+def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Implementation) -> Step:
     """The step of one bucket: ``step(params, pool, carry, packed) -> (pool, carry, token_ids_B)``.
 
     Pure. Donate ``pool`` and ``carry``. Padding is inert: it writes to no page and to no slot, and no live row reads it.
@@ -50,19 +57,19 @@ def make_step(model: Model, bucket: Bucket, *, page_size: int, num_pages: int) -
     Args:
         model: What to run.
         bucket: Shapes of the packed batch.
-        page_size: Slots of one page.
-        num_pages: Pages of one layer of the pool.
+        shape: The pool's logical shape.
+        attention: Its implementation, which the pool's layout belongs to.
     """
     spec = model.spec
 
     def step(params: Params, pool: KVPool, carry: Carry, packed: Array) -> tuple[KVPool, Carry, Array]:
-        batch = unpack(packed, bucket, page_size=page_size, num_pages=num_pages)
-        work = xla.prepare(batch.ragged, bucket.num_tokens, decode_only=bucket.decode_only)
+        batch = unpack(packed, bucket, page_size=shape.page_size, num_pages=shape.num_pages)
+        work = attention.prepare(batch.ragged, attention_problem(model, bucket, shape))
 
         def attend(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, layer: Array | int, window: Array | int) -> tuple[Array, KVPool]:
-            return xla.attend(
-                q_TNH, k_TKH, v_TKH, pool, batch.ragged, work,
-                layer=layer, window=window, num_pages=num_pages, page_size=page_size, scale=spec.attention_scale, soft_cap=spec.attention_soft_cap,
+            return ragged_paged_attention(
+                q_TNH, k_TKH, v_TKH, pool, batch.ragged, work, shape=shape, layer=layer, window=window, scale=spec.attention_scale,
+                soft_cap=spec.attention_soft_cap, decode_only=bucket.decode_only, implementation=attention,
             )  # fmt: skip
 
         carried_T = carry.last_token_S.at[batch.slot_B[batch.row_T]].get(mode="clip")

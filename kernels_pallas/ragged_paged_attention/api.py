@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels_pallas.ragged_paged_attention import pallas_gpu, pallas_tpu, reference, xla_implementation
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import NO_WINDOW, Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
+    KERNEL_PAGE_SIZES, NO_WINDOW, Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch,
+)  # fmt: skip
 from jaxserve.kernels_pallas.target import Target, current_target
 
 __all__ = [
@@ -65,7 +67,7 @@ def ragged_paged_attention(
         pool: Keys and values of all layers in the implementation's layout (``Implementation.init_pool``). Donate it: it is updated in place.
         batch: Which tokens belong to which sequence. Checked when its arrays are concrete; inside ``jit`` the caller answers for the values.
         work: ``implementation.prepare(batch, make_problem(...))``, so that a step computes it once and not in each layer; ``None`` computes it here.
-        shape: The pool's logical shape. Page size is a power of two from 8 to 128.
+        shape: The pool's logical shape.
         layer: In ``[0, L)``; may be traced.
         window: A token sees itself and the ``window - 1`` tokens before it, ``>= 1``; ``NO_WINDOW`` sees all. May be traced.
         scale: Multiplies the products.
@@ -122,8 +124,8 @@ def make_problem(
     for name in ("num_layers", "num_pages", "num_kv_heads", "head_dim"):
         if getattr(shape, name) < 1:
             raise ValueError(f"the pool's {name} is {getattr(shape, name)}; it must be at least 1")
-    if shape.page_size not in (8, 16, 32, 64, 128):
-        raise ValueError(f"page_size is {shape.page_size}; allowed are 8, 16, 32, 64 and 128")
+    if shape.page_size < 1 or shape.page_size & (shape.page_size - 1) or shape.page_size > 256:
+        raise ValueError(f"page_size is {shape.page_size}; allowed are powers of two up to 256 (kernels take {KERNEL_PAGE_SIZES})")
     if num_heads % shape.num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a whole multiple of {shape.num_kv_heads} key/value heads")
     if shape.head_dim % 8 or shape.head_dim > 256:
@@ -132,8 +134,6 @@ def make_problem(
         raise ValueError(f"the pool's dtype is {jnp.dtype(shape.dtype).name}; allowed are {', '.join(_POOL_DTYPES)}")
     if jnp.dtype(q_dtype).name not in _Q_DTYPES:
         raise ValueError(f"the queries' dtype is {jnp.dtype(q_dtype).name}; allowed are {', '.join(_Q_DTYPES)}")
-    if jnp.dtype(shape.dtype) == jnp.float32 and jnp.dtype(q_dtype) == jnp.bfloat16:
-        raise ValueError("a float32 pool with bfloat16 queries serves nobody; allowed are a bfloat16, float8_e4m3fn or int8 pool, or float32 queries")
     if num_rows > num_tokens and decode_only:
         raise ValueError(f"decode_only with {num_rows} rows and {num_tokens} tokens; every row has one token, so num_tokens must be at least num_rows")
     return Problem(

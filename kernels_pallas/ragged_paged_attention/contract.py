@@ -15,6 +15,10 @@ NO_WINDOW = 2**30
 """Window of a layer that sees the whole context: larger than any context length."""
 
 
+KERNEL_PAGE_SIZES = (8, 16, 32, 64, 128)
+"""Page sizes that the Pallas kernels take: whole tiles of 8 rows."""
+
+
 class RaggedBatch(NamedTuple):
     """Which tokens belong to which sequence and where their keys and values live. All arrays are int32, of the bucket's fixed shape.
 

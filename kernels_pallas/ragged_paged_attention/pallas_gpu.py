@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch, quantise
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES, Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch, quantise
 from jaxserve.kernels_pallas.ragged_paged_attention.gpu_kernels import PrefillWork, decode, merge, plan_prefill, prefill, without_triton_warning
 from jaxserve.kernels_pallas.ragged_paged_attention.gpu_tiles import Tiles, choose_tiles, query_block
 
@@ -58,6 +58,8 @@ def unpack(pool: KVPool, shape: PoolShape) -> tuple[Array, Array]:
 
 def refusal(problem: Problem) -> str | None:
     """Why a problem cannot be served."""
+    if problem.pool.page_size not in KERNEL_PAGE_SIZES:
+        return f"page size {problem.pool.page_size}; it takes {KERNEL_PAGE_SIZES}"
     pool = problem.pool
     elements = math.prod(init_pool(pool).k.shape)
     if jnp.dtype(pool.dtype).itemsize == 1 and 2**31 <= elements <= 2**32:

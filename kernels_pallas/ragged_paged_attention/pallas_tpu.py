@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 
 from jaxserve.dims import round_up
 from jaxserve.kernels_pallas.ragged_paged_attention import tpu_layout
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, Problem, RaggedBatch, quantise
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES, Implementation, KVPool, KVScales, Problem, RaggedBatch, quantise
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_decode import decode
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_layout import WRITE_ROWS, half_width, product_width
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_prefill import PrefillWork, plan_prefill, prefill
@@ -47,6 +47,8 @@ def make_implementation(*, interpret: Any = None, tiles: Tiles | None = None, wr
 
 def refusal(problem: Problem) -> str | None:
     """Why a problem cannot be served."""
+    if problem.pool.page_size not in KERNEL_PAGE_SIZES:
+        return f"page size {problem.pool.page_size}; it takes {KERNEL_PAGE_SIZES}"
     scalars = 4 * problem.table_width + 4 * min(problem.num_tokens, problem.num_tokens // WRITE_ROWS + 2 * problem.num_rows) + 5 * problem.num_rows
     if scalars > _SMEM_WORDS:
         return f"its tables of {scalars} numbers do not fit into scalar memory, which takes {_SMEM_WORDS}; use larger pages or smaller buckets"

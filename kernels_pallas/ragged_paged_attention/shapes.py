@@ -231,6 +231,7 @@ CASES: tuple[Case, ...] = (
     # Pool dtypes.
     _mixed("bf16", **_BF16),
     _mixed("bf16_pool_f32_queries", kv_dtype="bfloat16"),
+    _mixed("f32_pool_bf16_queries", q_dtype="bfloat16"),
     _mixed("bf16_128", head_dim=128, page_size=32, **_BF16),
     _mixed("fp8", **_FP8),
     _mixed("fp8_scaled", scaled=True, head_dim=128, page_size=32, **_FP8),

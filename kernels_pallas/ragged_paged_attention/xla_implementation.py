@@ -12,7 +12,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementati
 
 
 def _prepare(batch: RaggedBatch, problem: Problem) -> xla.Work:
-    return xla.prepare(batch, problem.num_tokens)
+    return xla.prepare(batch, problem.num_tokens, decode_only=problem.decode_only)
 
 
 def _attend(

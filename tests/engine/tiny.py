@@ -12,6 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import plan_pool
 from jaxserve.engine.runner import DeviceRunner
+from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 from jaxserve.request import SamplingParams
@@ -53,6 +54,7 @@ def tiny_engine(
     token_buckets: tuple[int, ...] = (8, 32),
     warmup: bool = False,
     spec: ModelSpec | None = None,
+    attention: str = "xla",
 ) -> Engine:
     """An engine on the tiny model. Without warm-up each bucket compiles when it is first met."""
     spec = spec or tiny_spec()
@@ -65,7 +67,7 @@ def tiny_engine(
     model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers)
     width = table_width(spec.max_position, page_size)
     plan = plan_pool(
-        spec, config.cache, dtype=execution.kv_dtype if dtype == "bfloat16" else jnp.float32,
+        spec, config.cache, attention=IMPLEMENTATIONS[attention], dtype=execution.kv_dtype if dtype == "bfloat16" else jnp.float32,
         table_width=width, max_num_seqs=max_num_seqs, free_bytes=2**30, is_cpu=True,
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
