@@ -80,7 +80,7 @@ def compile_combination(target: str, combination: Combination) -> dict[str, Any]
         )  # fmt: skip
         reason = implementation.refusal(problem)
         if reason is not None:
-            return {"refused": reason}
+            return {"refused": reason, "expected": False}
         tiles = tpu_tiles if name == "pallas_tpu" else gpu_tiles
         chosen = tiles.choose_tiles(problem)
         int32, float32 = jnp.int32, jnp.float32

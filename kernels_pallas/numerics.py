@@ -1,9 +1,15 @@
-"""Runs the shared cases through an implementation and compares with the reference: outputs, and every slot of the pool."""
+"""Runs the shared cases through an implementation and compares with the reference: outputs, and every slot of the pool.
+
+As a process (``python -m``, see ``check.py``) it prints a JSON object for each implementation and case.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +19,7 @@ import numpy as np
 
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS, Implementation, ragged_paged_attention
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import PoolShape
-from jaxserve.kernels_pallas.ragged_paged_attention.shapes import Case, Inputs, make_inputs
+from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES, Case, Inputs, make_inputs
 
 NEEDS_FINITE_POOL = ("xla",)
 """Implementations that multiply what nobody wrote by zero: stale slots must be finite, as in the engine, whose pool starts as zeros."""
@@ -91,3 +97,35 @@ def compare(implementation: Implementation, case: Case, *, seed: int = 0, checke
         error=float(difference / norm) if norm else float(difference), tolerance=case.tolerance, padding_zero=not out[live:].any(),
         pool_equal=all(np.array_equal(got.astype(np.float32), want.astype(np.float32), equal_nan=True) for got, want in zip(pool, want_pool, strict=True)),
     )  # fmt: skip
+
+
+DOCUMENTED_REFUSALS: dict[str, Callable[[Case], bool]] = {"xla": lambda case: case.kv_dtype in ("int8", "float8_e4m3fn")}
+"""Cases that an implementation refuses, as the table in docs/kernels.md says."""
+
+
+def evaluate(name: str, case: Case) -> dict[str, Any]:
+    """One implementation on one case: ``implementation``, ``shape``, ``held``, ``detail``, ``seconds``, ``error``."""
+    result: dict[str, Any] = {"implementation": name, "shape": case.name, "error": None}
+    start = time.perf_counter()
+    reason = IMPLEMENTATIONS[name].refusal(case.problem())
+    expected = DOCUMENTED_REFUSALS.get(name, lambda _: False)(case)
+    if reason is not None or expected:
+        result |= {"held": reason is not None and expected, "detail": f"refused: {reason}"}
+    else:
+        comparison = compare(IMPLEMENTATIONS[name], case)
+        result |= {"held": comparison.held, "error": comparison.error, "detail": "" if comparison.held else str(comparison)}
+    return result | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def main(names: list[str]) -> int:
+    """Runs these implementations, all but the reference without names."""
+    results = []
+    for name in names or [name for name in IMPLEMENTATIONS if name != "reference"]:
+        for case in CASES:
+            results.append(evaluate(name, case))
+            print(json.dumps(results[-1]), flush=True)
+    return int(not all(result["held"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""The proof harness: numerics in both interpreters and real compiles, one cell for each op, implementation, shape and kind of check. ``jaxserve kernels check``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxserve.kernels_pallas import targets
+
+OPS = ("ragged_paged_attention",)
+"""Every op."""
+
+QUICK_CHECKED = ("decode_only", "mixed", "window_skips_pages", "page_8_bf16", "int8_scaled")
+"""Cases that a quick run checks for races."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One check.
+
+    Args:
+        op: The op.
+        implementation: Its implementation.
+        shape: Name of the case or of the combination.
+        check: ``numerics`` (fast interpreter or XLA, against the reference), ``races`` (checking interpreter), or ``compile``.
+        target: The chip of a compile, else empty.
+        held: Whether it is as it should be; a refusal that the documentation lists counts.
+        detail: The error, refusal or reason of a failure.
+        seconds: Of this check.
+        error: Relative norm of the difference, of numerics.
+        fast_memory_bytes: VMEM or shared memory of the tiles, of a compile.
+        temp_bytes: Device memory beyond arguments and results, of a compile.
+        pool_copies: Copies as large as the pool in the compiled program.
+    """
+
+    op: str
+    implementation: str
+    shape: str
+    check: str
+    held: bool
+    target: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+    error: float | None = None
+    fast_memory_bytes: int | None = None
+    temp_bytes: int | None = None
+    pool_copies: int | None = None
+
+
+def numerics_cells(implementations: Sequence[str] | None = None) -> Iterator[Cell]:
+    """Every implementation on every shared case, in a process of its own."""
+    names = [] if implementations is None else list(implementations)
+    for row, failure in _rows("jaxserve.kernels_pallas.numerics", names, _cpu_environment(), time_limit_s=900):
+        if row is None:
+            yield Cell(op=OPS[0], implementation="all", shape="", check="numerics", held=False, detail=failure)
+        else:
+            yield Cell(op=OPS[0], check="numerics", **row)
+
+
+def race_cells(cases: Sequence[str] = ()) -> Iterator[Cell]:
+    """The TPU kernels on the small cases in the checking interpreter, in a process of its own."""
+    for row, failure in _rows("jaxserve.kernels_pallas.checked", list(cases), _cpu_environment(), time_limit_s=600):
+        common: dict[str, Any] = {"op": OPS[0], "implementation": "pallas_tpu", "check": "races"}
+        if row is None:
+            yield Cell(**common, shape="", held=False, detail=failure)
+        else:
+            yield Cell(
+                **common, shape=row["name"], held=row["problem"] is None, detail=row["problem"] or "", seconds=row["seconds"], error=row.get("error")
+            )  # fmt: skip
+
+
+def compile_cells(target: str, combinations: str) -> Iterator[Cell]:
+    """Real compiles for one target, in a process of its own. Compilers that are not installed are one cell that did not hold."""
+    common: dict[str, Any] = {
+        "op": OPS[0], "implementation": "pallas_tpu" if target in targets.TPU_TOPOLOGIES else "pallas_gpu", "check": "compile", "target": target,
+    }  # fmt: skip
+    absent = targets.missing(target)
+    if absent is not None:
+        yield Cell(**common, shape=combinations, held=False, detail=absent)
+        return
+    module = "jaxserve.kernels_pallas.compile_check"
+    for row, failure in _rows(module, [target, combinations], targets.environment(target), time_limit_s=900):
+        if row is None:
+            yield Cell(**common, shape="", held=False, detail=failure)
+        elif "error" in row:
+            yield Cell(**common, shape=row["name"], held=False, detail=row["error"])
+        elif "refused" in row:
+            yield Cell(**common, shape=row["name"], held=row["expected"], detail=f"refused: {row['refused']}")
+        else:
+            detail = "" if row["in_place"] else f"the pool of {row['pool_bytes']} bytes is not updated in place: {row['alias_bytes']} bytes aliased"
+            yield Cell(
+                **common, shape=row["name"], held=row["in_place"], detail=detail, seconds=row["seconds"], fast_memory_bytes=row["fast_memory_bytes"],
+                temp_bytes=row["temp_bytes"], pool_copies=row["pool_copies"],
+            )  # fmt: skip
+
+
+def run(*, chosen_targets: Sequence[str], quick: bool) -> Iterator[Cell]:
+    """All checks, one process at a time.
+
+    Args:
+        chosen_targets: Targets to compile for; empty compiles for none.
+        quick: A part of each kind, for continuous integration.
+    """
+    yield from numerics_cells(("pallas_gpu",) if quick else None)
+    yield from race_cells(QUICK_CHECKED if quick else ())
+    for target in chosen_targets:
+        yield from compile_cells(target, "quick" if quick else "all")
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What ``--json`` prints: all cells, and how many held and failed."""
+    held = sum(cell.held for cell in cells)
+    return {"cells": [dataclasses.asdict(cell) for cell in cells], "held": held, "failed": len(cells) - held}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``jaxserve kernels check [--op NAME] [--target NAME …] [--quick] [--json]``: a table on stdout, with ``--json`` one JSON object as its last line.
+
+    Returns:
+        0 only if every cell held.
+    """
+    parser = argparse.ArgumentParser(prog="jaxserve kernels check", description="Checks the kernels on this machine: numerics, races, and real compiles.")
+    parser.add_argument("--op", choices=OPS, default=OPS[0], help="the op to check")
+    parser.add_argument("--target", nargs="*", choices=targets.TARGETS, help="chips to compile for; without it, all whose compilers are installed")
+    parser.add_argument("--quick", action="store_true", help="a part of each kind of check")
+    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
+    options = parser.parse_args(arguments)
+    chosen = options.target
+    if chosen is None:
+        chosen = [target for target in targets.TARGETS if targets.missing(target) is None]
+    cells = []
+    started = time.monotonic()
+    print(_HEADER)
+    for cell in run(chosen_targets=chosen, quick=options.quick):
+        cells.append(cell)
+        print(_line(cell), flush=True)
+    totals = summary(cells)
+    print(f"{totals['held']} held, {totals['failed']} failed, {time.monotonic() - started:.0f} s")
+    if options.json:
+        print(json.dumps(totals))
+    return int(totals["failed"] > 0)
+
+
+_HEADER = f"{'':4} {'check':8} {'target':6} {'implementation':14} {'shape':48} {'seconds':>7} {'error':>8} {'fast MiB':>8} {'temp MiB':>8} copies"
+
+
+def _line(cell: Cell) -> str:
+    def mib(value: int | None) -> str:
+        return "" if value is None else f"{value / 2**20:.2f}"
+
+    error = "" if cell.error is None else f"{cell.error:.1e}"
+    copies = "" if cell.pool_copies is None else str(cell.pool_copies)
+    detail = f"  {cell.detail.splitlines()[0][:160]}" if cell.detail else ""
+    return (
+        f"{'ok' if cell.held else 'FAIL':4} {cell.check:8} {cell.target:6} {cell.implementation:14} {cell.shape:48} {cell.seconds:7.1f} {error:>8} "
+        f"{mib(cell.fast_memory_bytes):>8} {mib(cell.temp_bytes):>8} {copies}{detail}"
+    )  # fmt: skip
+
+
+def _cpu_environment() -> dict[str, str]:
+    return os.environ | {"JAX_PLATFORMS": "cpu"}
+
+
+def _rows(module: str, arguments: list[str], environment: dict[str, str], *, time_limit_s: float) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """JSON lines of a module that runs as a process, as they come; a process that dies or hangs ends with ``None`` and the reason."""
+    process = subprocess.Popen(targets.command(module, *arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    count = 0
+    try:
+        output, errors = process.communicate(timeout=time_limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        errors = f"killed after {time_limit_s:.0f} s: it hangs"
+    finally:
+        process.kill()
+    for line in output.splitlines():
+        if line.startswith("{"):
+            count += 1
+            yield json.loads(line), ""
+    if process.returncode not in (0, 1) or not count:
+        last = errors.strip().splitlines()[-1:] or ["no output"]
+        yield None, f"{module} ended with {process.returncode}: {last[0][:400]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""Compiles whole decode and mixed steps of large models for one target. Run as a process of its own: ``python -m tests.kernels.whole_step TARGET``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.engine.batch import Bucket
+from jaxserve.engine.step import Carry, attention_problem, make_step
+from jaxserve.kernels_pallas.compiling import compile_report, device_of, place
+from jaxserve.kernels_pallas.ragged_paged_attention.api import PoolShape, choose_implementation
+from jaxserve.kernels_pallas.targets import TPU_TOPOLOGIES
+from jaxserve.models.hf_config import spec_from_config
+from jaxserve.models.model import build_model
+from jaxserve.models.spec import ModelSpec
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+BUCKETS = {"decode": Bucket(64, 64, 512, True), "mixed": Bucket(512, 64, 512, False)}
+
+
+def local_spec(name: str, ranks: int) -> ModelSpec:
+    """The model with the shapes of one of ``ranks`` tensor-parallel ranks."""
+    spec = spec_from_config(json.loads((CONFIGS / f"{name}.json").read_text()))
+    return dataclasses.replace(
+        spec, num_heads=spec.num_heads // ranks, num_kv_heads=spec.num_kv_heads // ranks, mlp_width=spec.mlp_width // ranks, vocab_size=spec.vocab_size // ranks
+    )  # fmt: skip
+
+
+def main(target: str) -> None:
+    layers = "scan" if target in TPU_TOPOLOGIES else "unroll"
+    for name, ranks, num_pages in (("llama-3.1-8b", 1, 2048), ("llama-3.1-70b", 8, 4096)):
+        spec = local_spec(name, ranks)
+        model = build_model(spec, dtype=jnp.dtype(jnp.bfloat16), layers=layers)
+        shape = PoolShape(
+            num_layers=spec.num_layers, num_pages=num_pages, page_size=16, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=jnp.bfloat16
+        )  # fmt: skip
+        for kind, bucket in BUCKETS.items():
+            with device_of(target) as sharding:
+                attention = choose_implementation("auto", attention_problem(model, bucket, shape))
+                step = make_step(model, bucket, shape=shape, attention=attention)
+                packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+                carry = Carry(jax.ShapeDtypeStruct((64,), jnp.int32))
+                arguments = place((model.abstract_params(), attention.init_pool(shape), carry, packed), sharding)
+                report = compile_report(step, arguments, arguments[1], donate=(1, 2))
+            result = {"model": name, "kind": kind, "attention": attention.name} | dataclasses.asdict(report) | {"in_place": report.in_place}
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
