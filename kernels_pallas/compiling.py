@@ -80,7 +80,7 @@ def compile_report(function: Callable[..., Any], arguments: tuple[Any, ...], poo
     )  # fmt: skip
 
 
-_COPY = re.compile(r"= \(?(\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose|convert)\(")
+_COPY = re.compile(r"= \(?(\w+)\[([\d,]*)\][^=\n]*? (copy|copy-start|transpose|convert)\(")
 
 
 def large_copies(program: str, num_bytes: int) -> int:

@@ -27,7 +27,7 @@ def _platform_is(name: str) -> bool:
 REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (lambda: _platform_is("cuda") and Path("/dev/nvidiactl").exists(), "needs an NVIDIA GPU and JAX_PLATFORMS=cuda"),
     "tpu": (lambda: _platform_is("tpu"), "needs a TPU and JAX_PLATFORMS=tpu"),
-    "aot": (lambda: _has_module("libtpu") or _has_module("jax_cuda13_plugin"), "needs the extra aot-tpu or aot-gpu"),
+    "aot": (lambda: _has_module("libtpu") or _has_module("jax_cuda13_plugin"), 'needs the compilers: pip install "jaxserve[aot-tpu]" or "jaxserve[aot-gpu]"'),
     "torch": (lambda: _has_module("torch"), "needs torch (CPU builds: Python 3.11)"),
 }
 """Marker -> (is it met here, the reason of the skip when it is not)."""

@@ -1,0 +1,127 @@
+"""What the op refuses, before anything is launched: the message names the value and what is allowed."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.kernels_pallas.ragged_paged_attention import api, tuned
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES
+from jaxserve.kernels_pallas.ragged_paged_attention.shapes import Case, make_inputs
+from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles, choose_tiles, decode_bytes, prefill_bytes, vmem_limit
+from jaxserve.kernels_pallas.target import CHIPS, Target, find_chip
+
+CASE = Case(name="bad_input", queries=(1, 5), contexts=(20, 30), padding=(2, 1))
+
+
+def call(*, case=CASE, shape=None, batch=None, implementation="reference", **changes):
+    inputs = make_inputs(case)
+    shape = shape or case.pool_shape()
+    pool = api.IMPLEMENTATIONS["reference"].pack(inputs.k_PZKH, inputs.v_PZKH, shape)
+    arguments = {"q_TNH": inputs.q_TNH, "k_TKH": inputs.k_TKH, "v_TKH": inputs.v_TKH, "pool": pool, "batch": inputs.batch._replace(**(batch or {}))} | {
+        "shape": shape, "layer": 0, "scale": 0.1, "implementation": implementation
+    }  # fmt: skip
+    return api.ragged_paged_attention(**(arguments | changes))
+
+
+def changed(field, index, value):
+    array = np.array(getattr(make_inputs(CASE).batch, field))
+    array[index] = value
+    return {field: array}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": changed("page_table_BM", (0, 1), 99)}, r"row 0 names page 99; allowed are 0 to 6"),
+        ({"batch": changed("page_table_BM", (1, 0), -1)}, r"row 1 names page -1"),
+        ({"batch": changed("context_lens_B", 1, 33)}, r"row 1 has context length 33; the page table holds at most 32"),
+        ({"batch": changed("context_lens_B", 1, 4)}, r"row 1 has 5 new tokens and context length 4"),
+        ({"batch": changed("counts_2", 0, 2)}, r"row 1 is a decode and has 5 new tokens"),
+        ({"batch": changed("counts_2", 1, 9)}, r"counts_2 is \[1, 9\]"),
+        ({"batch": changed("query_starts_B1", 3, 99)}, r"query_starts_B1 is .*99.*at most 8"),
+        ({"batch": changed("slots_T", 0, -1)}, r"slots_T holds -1"),
+        ({"implementation": "pallas_npu"}, r"'pallas_npu' is unknown; allowed are auto, reference, xla, pallas_tpu, pallas_gpu"),
+        ({"layer": 2}, r"layer is 2; allowed are 0 to 1"),
+        ({"window": 0}, r"window is 0"),
+        ({"soft_cap": -1.0}, r"soft_cap is -1.0"),
+        ({"k_TKH": np.zeros((8, 2, 32), np.float32)}, r"k_TKH is float32\[8, 2, 32\]; expected float32\[8, 2, 64\]"),
+        ({"sinks_N": np.zeros(3, np.float32)}, r"sinks_N is float32\[3\]; expected float32\[4\]"),
+        ({"kv_scales": api.KVScales(np.ones(2, np.float32), np.ones(2, np.float32))}, r"kv_scales are for pools of int8 or float8_e4m3fn"),
+        ({"implementation": "pallas_tpu"}, r"pool.k is float32.*expected float32|pool.v is given"),
+    ],
+)  # fmt: skip
+def test_callers_faults(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        call(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_size": 24}, "page_size is 24; allowed are powers of two"),
+        ({"head_dim": 100}, "head_dim is 100"),
+        ({"head_dim": 264}, "head_dim is 264"),
+        ({"num_kv_heads": 3}, "4 query heads are not a whole multiple of 3"),
+        ({"dtype": jnp.float16}, "the pool's dtype is float16; allowed are bfloat16"),
+        ({"num_pages": 0}, "num_pages is 0"),
+    ],
+)
+def test_impossible_shapes(changes, message):
+    shape = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": jnp.float32} | changes
+    with pytest.raises(ValueError, match=message):
+        api.make_problem(num_tokens=4, num_rows=2, table_width=2, num_heads=4, shape=api.PoolShape(**shape), q_dtype=jnp.float32)
+
+
+def problem(*, target=Target("cpu", "cpu"), num_rows=32, table_width=256, **shape):
+    fields = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": jnp.bfloat16} | shape
+    return api.make_problem(
+        num_tokens=512, num_rows=num_rows, table_width=table_width, num_heads=32, shape=api.PoolShape(**fields), q_dtype=jnp.bfloat16, target=target
+    )  # fmt: skip
+
+
+def test_a_named_implementation_that_cannot_says_why():
+    for name, target in (("pallas_gpu", Target("tpu", "TPU v6 lite")), ("pallas_tpu", Target("gpu", "NVIDIA H200"))):
+        with pytest.raises(NotImplementedError, match=f"{name}: it needs"):
+            api.choose_implementation(name, problem(target=target))
+    with pytest.raises(NotImplementedError, match=r"pallas_gpu: page size 4; it takes \(8, 16"):
+        api.choose_implementation("pallas_gpu", problem(page_size=4))
+    with pytest.raises(NotImplementedError, match="scalar memory"):
+        api.choose_implementation("pallas_tpu", problem(table_width=100_000))
+    with pytest.raises(NotImplementedError, match="overflows"):
+        api.choose_implementation("pallas_gpu", problem(dtype=jnp.int8, num_layers=32, num_pages=5000))
+
+
+def test_auto_takes_the_platforms_kernel_and_falls_back():
+    names = {"cpu": "xla", "tpu": "pallas_tpu", "gpu": "pallas_gpu"}
+    for platform, name in names.items():
+        assert api.choose_implementation("auto", problem(target=Target(platform, ""))).name == name
+        assert api.choose_implementation("auto", problem(target=Target(platform, ""), page_size=4)).name == "xla"
+
+
+def test_chips_are_told_apart():
+    kinds = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
+    assert {kind: find_chip(Target("tpu", kind), "tpu").name for kind in kinds} == kinds
+    kinds = {"NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA B200": "b200"}
+    assert {kind: find_chip(Target("gpu", kind), "gpu").name for kind in kinds} == kinds
+    assert find_chip(Target("cpu", "cpu"), "gpu").name == "a100"
+
+
+def test_tiles_fit_every_chip():
+    for chip in CHIPS:
+        if chip.platform == "tpu":
+            for head_dim in (64, 128, 256):
+                for kv_heads in (1, 8, 32):
+                    for page_size in KERNEL_PAGE_SIZES:
+                        what = problem(target=Target("tpu", chip.kind), head_dim=head_dim, num_kv_heads=kv_heads, page_size=page_size)
+                        tiles = choose_tiles(what)
+                        assert max(decode_bytes(what, tiles), prefill_bytes(what, tiles)) <= vmem_limit(what), (chip.name, what, tiles)
+
+
+def test_tuned_tiles_override(monkeypatch):
+    what = problem(target=Target("tpu", "TPU v6 lite"))
+    found = {"block_pages": 3, "query_block": 48, "write_buffers": 4}
+    monkeypatch.setattr(tuned, "_load", lambda name: json.loads(json.dumps({tuned.key(what): found})) if name == "tuned_pallas_tpu_v6e.json" else {})
+    assert choose_tiles(what) == Tiles(**found)
+    assert choose_tiles(problem(target=Target("tpu", "TPU v4"))) != Tiles(**found)

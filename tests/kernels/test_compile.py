@@ -1,0 +1,62 @@
+"""Real compiles for chips that are not here. ``pytest -m aot`` with libtpu or jax's CUDA plugin installed."""
+
+import json
+import subprocess
+
+import pytest
+
+from jaxserve.kernels_pallas import targets
+from jaxserve.kernels_pallas.check import compile_cells
+from jaxserve.kernels_pallas.compiling import large_copies
+
+
+def needs(target):
+    reason = targets.missing(target)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_the_op_compiles_in_place(target):
+    needs(target)
+    cells = list(compile_cells(target, "quick"))
+    assert len(cells) == 3
+    assert all(cell.held for cell in cells), cells
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_every_combination_compiles(target):
+    needs(target)
+    cells = list(compile_cells(target, "all"))
+    assert len(cells) == 30
+    assert all(cell.held for cell in cells), [cell for cell in cells if not cell.held]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("target", "limit_s"), [("v6e", 15), ("h200", 60)])
+def test_whole_steps_of_large_models_compile(target, limit_s):
+    needs(target)
+    done = subprocess.run(
+        targets.command("tests.kernels.whole_step", target), env=targets.environment(target), capture_output=True, text=True, timeout=600, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == 4
+    for report in reports:
+        assert report["in_place"], report
+        assert report["seconds"] < limit_s, report
+
+
+def test_copies_of_the_pool_are_seen():
+    program = """
+  %copy.1 = bf16[64,8,16,256]{3,2,1,0:T(8,128)(2,1)} copy(%param.1)
+  %fusion = bf16[64,8,16,256]{3,2,1,0} fusion(%param.1), kind=kLoop
+  ROOT %transpose.3 = s8[128]{0} transpose(%x)
+  %copy-start.2 = (bf16[4,4]{1,0}, bf16[4,4]{1,0}, u32[]) copy-start(%y)
+"""
+    assert large_copies(program, 64 * 8 * 16 * 256 * 2) == 1
+    assert large_copies(program, 128) == 2
+    assert large_copies(program, 32) == 3
