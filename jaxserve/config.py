@@ -48,7 +48,7 @@ class CacheConfig:
     Args:
         page_size: Slots (tokens) of one page.
         num_pages: Pages of one layer; ``None`` sizes the pool from ``memory_fraction``.
-        memory_fraction: Share of the device's free memory, after the weights, that the pool may take, never more than all sequences at full length need;
+        memory_fraction: Share of the device's memory that the pool may take, as far as it is free, never more than all sequences at full length need;
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
         dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
     """

@@ -12,7 +12,7 @@ from jaxserve.config import Config
 from jaxserve.engine.batch import Buckets, make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan, free_memory, plan_pool
+from jaxserve.engine.kv_cache import PoolPlan, device_memory, plan_pool
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.engine.step import attention_problem
 from jaxserve.errors import ConfigError
@@ -73,7 +73,7 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
         dtype=execution.kv_dtype,
         table_width=width,
         max_num_seqs=config.scheduler.max_num_seqs,
-        free_bytes=free_memory(device),
+        memory=device_memory(device),
         is_cpu=device.platform == "cpu",
     )
     _log_what_fits(params, plan, max_model_len)

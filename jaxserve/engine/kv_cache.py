@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, K
 from jaxserve.models.spec import ModelSpec
 
 CPU_MEMORY_FRACTION = 0.1
-"""Default share of a host's free memory: the host has other things to do."""
+"""Default share of a host's memory: the host has other things to do."""
 ACCELERATOR_MEMORY_FRACTION = 0.9
 
 
@@ -52,19 +53,38 @@ class PoolPlan:
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self.abstract())
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Memory of a device, or of the host where the device has none of its own, in bytes: of all, and free now."""
+
+    total_bytes: int
+    free_bytes: int
+
+
 def plan_pool(
-    spec: ModelSpec, config: CacheConfig, *, attention: Implementation, dtype: Any, table_width: int, max_num_seqs: int, free_bytes: int, is_cpu: bool
+    spec: ModelSpec,
+    config: CacheConfig,
+    *,
+    attention: Implementation,
+    dtype: Any,
+    table_width: int,
+    max_num_seqs: int,
+    memory: Memory,
+    is_cpu: bool,
 ) -> PoolPlan:
     """Sizes the pool: ``num_pages`` as configured, else what the memory fraction buys, at most what all sequences at full length need.
+
+    The size is a shape of the compiled programs, so it must not follow the moment's free memory: two starts would share no program on disk. The
+    fraction is of all memory, capped by what is free, and on a host, where that varies, the count of pages is cut to three significant bits.
 
     Args:
         spec: The model.
         config: The cache section.
-        attention: The implementation of attention, whose layout may pad.
+        attention: The implementation of attention, which lays the pool out.
         dtype: Of keys and values.
         table_width: Pages of the longest sequence.
         max_num_seqs: Sequence slots.
-        free_bytes: Memory that is free now, the weights being loaded.
+        memory: Of the device, the weights being loaded.
         is_cpu: Whether that memory is the host's.
 
     Raises:
@@ -76,41 +96,61 @@ def plan_pool(
             num_layers=spec.num_layers, num_pages=num_pages, page_size=config.page_size, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )
 
-    page_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(attention.init_pool(shape(1))))
+    page_bytes = sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in jax.tree.leaves(attention.init_pool(shape(1))))
     num_pages = config.num_pages
     if num_pages is None:
         fraction = config.memory_fraction or (CPU_MEMORY_FRACTION if is_cpu else ACCELERATOR_MEMORY_FRACTION)
-        num_pages = min(int(free_bytes * fraction) // page_bytes, max_num_seqs * table_width)
+        budget_bytes = int(min(memory.total_bytes * fraction, memory.free_bytes * ACCELERATOR_MEMORY_FRACTION))
+        affordable = budget_bytes // page_bytes
+        num_pages = min(_three_bits(affordable) if is_cpu else affordable, max_num_seqs * table_width)
         if num_pages < 1:
             raise ConfigError(
-                f"cache.memory_fraction={fraction:g} of {free_bytes / 2**20:.0f} MiB free holds no page of {page_bytes / 2**20:.1f} MiB; "
-                f"use a smaller cache.page_size, a larger fraction, or a smaller model"
+                f"cache.memory_fraction={fraction:g} of {memory.total_bytes / 2**20:.0f} MiB ({memory.free_bytes / 2**20:.0f} MiB free) holds no page of "
+                f"{page_bytes / 2**20:.1f} MiB; use a smaller cache.page_size, a larger fraction, or a smaller model"
             )
-    elif num_pages * page_bytes > free_bytes:
+    elif num_pages * page_bytes > memory.free_bytes:
         raise ConfigError(
-            f"cache.num_pages={num_pages} takes {num_pages * page_bytes / 2**30:.2f} GiB, {free_bytes / 2**30:.2f} GiB are free; at most {free_bytes // page_bytes} fit"
+            f"cache.num_pages={num_pages} takes {num_pages * page_bytes / 2**30:.2f} GiB, {memory.free_bytes / 2**30:.2f} GiB are free; "
+            f"at most {memory.free_bytes // page_bytes} fit"
         )
     return PoolPlan(shape=shape(num_pages), attention=attention, page_bytes=page_bytes)
 
 
-def free_memory(device: jax.Device) -> int:
-    """Free bytes of a device: its own where it tells, the host's otherwise (within the limit of the process's control group)."""
+def device_memory(device: Any) -> Memory:
+    """Memory of a jax device: its own where it tells, the host's otherwise (within the limit of the process's control group).
+
+    Raises:
+        ConfigError: Nothing here tells it.
+    """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
-    return min(_available_on_host(), _left_in_cgroup())
+        return Memory(int(stats["bytes_limit"]), int(stats["bytes_limit"]) - int(stats["bytes_in_use"]))
+    host, group = _host_memory(), _cgroup_memory()
+    return Memory(min(host.total_bytes, group.total_bytes), min(host.free_bytes, group.free_bytes))
 
 
-def _available_on_host() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("this host does not tell its free memory; set cache.num_pages")
+def _three_bits(number: int) -> int:
+    """The largest integer of three significant bits that is not above ``number``."""
+    shift = max(0, number.bit_length() - 3)
+    return number >> shift << shift
 
 
-def _left_in_cgroup() -> int:
+def _host_memory() -> Memory:
+    fields: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, value = line.split()[:2]
+            fields[name] = int(value) * 1024
+    try:
+        return Memory(fields["MemTotal:"], fields["MemAvailable:"])
+    except KeyError as error:
+        raise ConfigError("this host does not tell its free memory; set cache.num_pages") from error
+
+
+def _cgroup_memory() -> Memory:
     limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
-        return int(limit.read_text()) - int(usage.read_text())
+        total = int(limit.read_text())
+        return Memory(total, total - int(usage.read_text()))
     except (OSError, ValueError):  # No control group, or one without a limit ("max").
-        return 2**63 - 1
+        return Memory(2**63 - 1, 2**63 - 1)

@@ -103,7 +103,8 @@ class DeviceRunner:
 
     def temp_bytes(self) -> dict[Bucket, int]:
         """Bytes of temporaries of each compiled bucket."""
-        return {bucket: compiled.memory_analysis().temp_size_in_bytes for bucket, compiled in self._compiled.items()}
+        analyses = {bucket: compiled.memory_analysis() for bucket, compiled in self._compiled.items()}
+        return {bucket: analysis.temp_size_in_bytes for bucket, analysis in analyses.items() if analysis is not None}
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
         step = make_step(self._model, bucket, shape=self._pool_plan.shape, attention=self._pool_plan.attention)

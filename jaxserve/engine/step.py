@@ -1,4 +1,4 @@
-"""The step: one pure function from parameters, pool, carry and a packed batch to the next pool, carry and sampled tokens. Jitted once a bucket by the runner."""
+"""The step: one pure function from parameters, pool, carry and a packed batch to the next pool, carry and sampled tokens. The runner jits it per bucket."""
 
 from __future__ import annotations
 

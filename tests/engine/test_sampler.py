@@ -17,7 +17,8 @@ def arrays(num_rows: int, *, temperature: float = 1.0, top_k: int = OFF, top_p: 
         return jnp.full((num_rows,), value, dtype)
 
     seed_B = jnp.arange(num_rows, dtype=jnp.uint32) if seeds is None else jnp.asarray(seeds, jnp.uint32)
-    return SamplingArrays(full(temperature, jnp.float32), full(top_k, jnp.int32), full(top_p, jnp.float32), full(min_p, jnp.float32), seed_B, full(position, jnp.int32))
+    probabilities = (full(top_p, jnp.float32), full(min_p, jnp.float32))
+    return SamplingArrays(full(temperature, jnp.float32), full(top_k, jnp.int32), *probabilities, seed_B, full(position, jnp.int32))
 
 
 def oracle(logits_V: np.ndarray, *, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:

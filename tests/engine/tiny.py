@@ -10,7 +10,7 @@ from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig
 from jaxserve.engine.batch import make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import plan_pool
+from jaxserve.engine.kv_cache import Memory, plan_pool
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.models.model import build_model
@@ -68,7 +68,7 @@ def tiny_engine(
     width = table_width(spec.max_position, page_size)
     plan = plan_pool(
         spec, config.cache, attention=IMPLEMENTATIONS[attention], dtype=execution.kv_dtype if dtype == "bfloat16" else jnp.float32,
-        table_width=width, max_num_seqs=max_num_seqs, free_bytes=2**30, is_cpu=True,
+        table_width=width, max_num_seqs=max_num_seqs, memory=Memory(2**30, 2**30), is_cpu=True,
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
     runner = DeviceRunner(model, model.random_params(0, randomize_all=True), plan, buckets, max_num_seqs=max_num_seqs)
