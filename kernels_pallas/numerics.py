@@ -59,8 +59,8 @@ def _compiled(implementation: Implementation, shape: PoolShape, scale: float, so
         )  # fmt: skip
         return out, implementation.unpack(pool, shape)
 
-    # Compile time is all of a test's time; the checking interpreter's callbacks want the ordinary pipeline.
-    options = None if checked else {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    # Compile time is all of a test's time; the checking interpreter's callbacks and real devices want the ordinary pipeline.
+    options = None if checked or jax.default_backend() != "cpu" else {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(run, compiler_options=options)
 
 
