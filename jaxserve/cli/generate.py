@@ -64,9 +64,7 @@ def generate(
 
     from jaxserve.engine.params import resolve_params
 
-    fields = sampling_fields(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos
-    )
+    fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos)
     resolve_params(fields, {})  # a bad value shows before the model loads, and before jax does
 
     from jaxserve.llm import LLM

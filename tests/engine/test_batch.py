@@ -14,7 +14,7 @@ from jaxserve.engine.step import unpack
 from jaxserve.request import Request, SamplingParams
 
 PAGE_SIZE, NUM_PAGES, MAX_SEQS, WIDTH = 4, 40, 6, 5
-BUCKETS = make_buckets((8, 16), (2, 4), max_tokens=24, max_rows=MAX_SEQS, table_width=WIDTH)
+BUCKETS = make_buckets((8, 16), (2, 4), max_tokens=32, max_rows=MAX_SEQS, table_width=WIDTH)
 
 
 def make_sequence(slot: int, length: int, pages: list[int]) -> Sequence:
