@@ -42,7 +42,7 @@ def main() -> None:
         scheduler=SchedulerConfig(max_num_seqs=32, max_tokens_per_step=512),
         engine=EngineConfig(warmup=False),
     )
-    runner = build_engine(config)._runner  # noqa: SLF001  (a step without the rest of the engine)
+    runner = build_engine(config)._runner
     page_ids = iter(range(runner.num_pages))
 
     def sequence(slot: int, length: int) -> Sequence:

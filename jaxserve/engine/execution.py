@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxserve.config import Config
 from jaxserve.models.params import LayersForm
 
-
 _TOKEN_COUNTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Steps of 1.33 to 2: a step costs what its bucket costs, so padding wastes a sixth on average; with powers of two it was a quarter."""
 _ROW_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
