@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.kernels_pallas.ragged_paged_attention.api import KVPool
+from jaxserve.kernels_pallas.row_sum import row_sum
 from jaxserve.models.spec import ModelSpec
 
 
@@ -52,26 +53,8 @@ def rms_norm(x: Float[Array, "*batch D"], weight_D: Float[Array, "D"], *, eps: f
     Llama's reference rounds before it multiplies and Gemma's after: the same in float32, and rounding once loses less in bfloat16.
     """
     x = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(_row_sum(jnp.square(x)) / x.shape[-1] + eps)
+    scale = jax.lax.rsqrt(row_sum(jnp.square(x)) / x.shape[-1] + eps)
     return x * scale * (offset + weight_D.astype(jnp.float32))
-
-
-def _row_sum(x: Float32[Array, "*batch D"]) -> Float32[Array, "*batch 1"]:
-    """Sum over the last axis, the same to the last bit however many rows there are.
-
-    XLA:CPU orders the terms of a reduction by the whole shape, so a token's norm would depend on its batch mates (1e-6 after three layers).
-    Sums of halves are plain additions, which it does not reorder, and cost about the same (576 x 32 rows: 17 us against 22).
-    """
-    return jax.lax.platform_dependent(x, cpu=_sum_of_halves, default=lambda x: jnp.sum(x, axis=-1, keepdims=True))
-
-
-def _sum_of_halves(x: Array) -> Array:
-    odd = jnp.zeros_like(x[..., :1])
-    while (width := x.shape[-1]) > 1:
-        if width % 2:
-            odd = odd + x[..., -1:]
-        x = x[..., : width // 2] + x[..., width // 2 : width // 2 * 2]
-    return x + odd
 
 
 def rotate(x_TXH: Float32[Array, "T *heads H"], cos_TR: Float32[Array, "T R"], sin_TR: Float32[Array, "T R"]) -> Float32[Array, "T *heads H"]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.dims import ceil_div, round_up
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, PoolShape, RaggedBatch
+from jaxserve.kernels_pallas.row_sum import row_sum
 
 KEY_BLOCK = 256
 """Keys of one online-softmax block. 128 to 256 measured 5 to 20% apart on two cores; larger blocks waste short contexts."""
@@ -237,7 +238,7 @@ class _Reader:
             new_maximum = jnp.maximum(maximum, logits.max(-1))
             p = jnp.exp(logits - new_maximum[..., None])
             correction = jnp.exp(maximum - new_maximum)
-            return new_maximum, total * correction + p.sum(-1), acc * correction[..., None] + weigh(p, v)
+            return new_maximum, total * correction + row_sum(p)[..., 0], acc * correction[..., None] + weigh(p, v)
 
         _, total, acc = lax.fori_loop(first, last, body, (*start, jnp.zeros((*rows, width))))
         return acc, total
