@@ -18,6 +18,7 @@ run:
 
 test:
 	@scripts/install .venv test
+	@.venv/bin/jaxserve models --fetch smollm2-135m >/dev/null || echo 'no model to be had: the tests that need it will be skipped' >&2
 	@scripts/test $(ARGS)
 
 install:

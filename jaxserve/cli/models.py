@@ -35,11 +35,18 @@ class CachedModel:
 
 
 def models(
+    fetch: Annotated[list[str] | None, typer.Option(metavar="MODEL", help="First fetch this alias or hub model, unless it is here. Repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
     debug: Debug = False,
 ) -> None:
     """List the models with a short name, what is in the cache, and the supported architectures."""
     set_up_logging("debug" if debug else None)
+    for source in fetch or ():
+        from jaxserve.cli.progress import progress_bars
+        from jaxserve.models.loading.resolve import resolve
+
+        with progress_bars() as progress:
+            resolve(source, progress=progress)
 
     from jaxserve.models.loading.aliases import list_aliases
     from jaxserve.models.loading.cache_folder import models_folder
