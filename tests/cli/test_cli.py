@@ -326,3 +326,8 @@ def test_chat_from_a_pipe_prints_the_answers(jaxserve: Callable[..., Result], mo
     result = jaxserve("chat")
     assert result.out == "ab\nab\n"
     assert "error: too long (/clear starts over)" in result.err
+
+
+def test_models_fetch_names_what_cannot_be_found(jaxserve: Callable[..., Result]) -> None:
+    result = jaxserve("models", "--fetch", "smollm")
+    assert result.status == 1 and "smollm2-135m" in result.err
