@@ -1,4 +1,4 @@
-"""The proof harness: numerics in both interpreters and real compiles, one cell for each op, implementation, shape and kind of check. ``jaxserve kernels check``."""
+"""The proof harness: numerics in both interpreters and real compiles, a cell for each implementation, shape and check. ``jaxserve kernels check``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import argparse
 import dataclasses
 import json
 import os
+import queue
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxserve.kernels_pallas import targets
@@ -19,6 +23,8 @@ OPS = ("ragged_paged_attention",)
 
 QUICK_CHECKED = ("decode_only", "mixed", "window_skips_pages", "page_8_bf16", "int8_scaled")
 """Cases that a quick run checks for races."""
+FULL_TARGETS = ("v4", "v6e", "a100", "h200")
+"""Targets that compile every combination, the others the core: the oldest and a recent chip of each kind."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,16 +108,36 @@ def compile_cells(target: str, combinations: str) -> Iterator[Cell]:
 
 
 def run(*, chosen_targets: Sequence[str], quick: bool) -> Iterator[Cell]:
-    """All checks, one process at a time.
+    """All checks, two processes at a time; cells come as they are done.
 
     Args:
         chosen_targets: Targets to compile for; empty compiles for none.
         quick: A part of each kind, for continuous integration.
     """
-    yield from numerics_cells(("pallas_gpu",) if quick else None)
-    yield from race_cells(QUICK_CHECKED if quick else ())
+    jobs: list[Callable[[], Iterator[Cell]]] = [lambda: numerics_cells(("pallas_gpu",) if quick else None), lambda: race_cells(QUICK_CHECKED if quick else ())]
     for target in chosen_targets:
-        yield from compile_cells(target, "quick" if quick else "all")
+        combinations = "quick" if quick else "all" if target in FULL_TARGETS else "core"
+        jobs.append(lambda target=target, combinations=combinations: compile_cells(target, combinations))
+    done: queue.Queue[Cell | None] = queue.Queue()
+
+    def work(job: Callable[[], Iterator[Cell]]) -> None:
+        try:
+            for cell in job():
+                done.put(cell)
+        finally:
+            done.put(None)
+
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        futures = [executor.submit(work, job) for job in jobs]
+        left = len(jobs)
+        while left:
+            cell = done.get()
+            if cell is None:
+                left -= 1
+            else:
+                yield cell
+        for future in futures:
+            future.result()
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -170,23 +196,30 @@ def _cpu_environment() -> dict[str, str]:
 
 def _rows(module: str, arguments: list[str], environment: dict[str, str], *, time_limit_s: float) -> Iterator[tuple[dict[str, Any] | None, str]]:
     """JSON lines of a module that runs as a process, as they come; a process that dies or hangs ends with ``None`` and the reason."""
-    process = subprocess.Popen(targets.command(module, *arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     count = 0
-    try:
-        output, errors = process.communicate(timeout=time_limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        errors = f"killed after {time_limit_s:.0f} s: it hangs"
-    finally:
-        process.kill()
-    for line in output.splitlines():
-        if line.startswith("{"):
-            count += 1
-            yield json.loads(line), ""
-    if process.returncode not in (0, 1) or not count:
-        last = errors.strip().splitlines()[-1:] or ["no output"]
-        yield None, f"{module} ended with {process.returncode}: {last[0][:400]}"
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(targets.command(module, *arguments), env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)  # noqa: S603
+        assert process.stdout is not None
+        hangs = threading.Event()
+        timer = threading.Timer(time_limit_s, lambda: (hangs.set(), process.kill()))
+        timer.start()
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    count += 1
+                    yield json.loads(line), ""
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.stdout.close()
+            process.wait()
+        if hangs.is_set():
+            yield None, f"{module} was killed after {time_limit_s:.0f} s"
+        elif code not in (0, 1) or not count:
+            errors.seek(0)
+            last = errors.read().strip().splitlines()[-1:] or ["no output"]
+            yield None, f"{module} ended with {code}: {last[0][:400]}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 
 from jaxserve.kernels_pallas.compiling import compile_report, device_of, place
 from jaxserve.kernels_pallas.ragged_paged_attention import gpu_tiles, tpu_tiles
-from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS, NO_WINDOW, KVScales, PoolShape, RaggedBatch, make_problem, ragged_paged_attention
+from jaxserve.kernels_pallas.ragged_paged_attention.api import (
+    IMPLEMENTATIONS,
+    NO_WINDOW,
+    KVScales,
+    PoolShape,
+    RaggedBatch,
+    make_problem,
+    ragged_paged_attention,
+)
 from jaxserve.kernels_pallas.targets import TPU_TOPOLOGIES
 
 
@@ -45,7 +53,8 @@ class Combination:
     def name(self) -> str:
         """Short, unique."""
         kind = "decode" if self.decode_only else "mixed"
-        return f"{kind}_h{self.head_dim}_g{self.group_size}_k{self.num_kv_heads}_z{self.page_size}_{self.q_dtype}_{self.kv_dtype}{'_extras' if self.extras else ''}"
+        heads = f"h{self.head_dim}_g{self.group_size}_k{self.num_kv_heads}_z{self.page_size}"
+        return f"{kind}_{heads}_{self.q_dtype}_{self.kv_dtype}{'_extras' if self.extras else ''}"
 
 
 CORE = tuple(Combination(head_dim=h, group_size=g, kv_dtype=d) for h in (64, 128, 256) for g in (1, 4, 8) for d in ("bfloat16", "float8_e4m3fn"))

@@ -63,7 +63,9 @@ class Chip:
 # GPU: NVIDIA's data sheets and the CUDA C++ programming guide's table of compute capabilities (227 KiB a block from 9.0, 163 KiB on 8.0).
 CHIPS: tuple[Chip, ...] = (
     Chip(name="v4", platform="tpu", kind="tpu v4", fast_memory_bytes=16 * MIB, num_cores=1, bytes_per_s=0.615e12, flops_per_s=137e12, native_float8=False),
-    Chip(name="v5e", platform="tpu", kind="tpu v5 lite", fast_memory_bytes=128 * MIB, num_cores=1, bytes_per_s=0.82e12, flops_per_s=197e12, native_float8=False),
+    Chip(
+        name="v5e", platform="tpu", kind="tpu v5 lite", fast_memory_bytes=128 * MIB, num_cores=1, bytes_per_s=0.82e12, flops_per_s=197e12, native_float8=False
+    ),
     Chip(name="v5p", platform="tpu", kind="tpu v5", fast_memory_bytes=64 * MIB, num_cores=1, bytes_per_s=2.46e12, flops_per_s=459e12, native_float8=False),
     Chip(name="v6e", platform="tpu", kind="tpu v6 lite", fast_memory_bytes=128 * MIB, num_cores=1, bytes_per_s=1.64e12, flops_per_s=918e12, native_float8=True),
     Chip(name="tpu7x", platform="tpu", kind="tpu7x", fast_memory_bytes=64 * MIB, num_cores=1, bytes_per_s=3.7e12, flops_per_s=1155e12, native_float8=True),

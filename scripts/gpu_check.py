@@ -29,7 +29,14 @@ from jaxserve.engine.batch import Bucket
 from jaxserve.engine.step import Carry, attention_problem, make_step
 from jaxserve.kernels_pallas import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
-    IMPLEMENTATIONS, NO_WINDOW, KVPool, PoolShape, RaggedBatch, choose_implementation, make_problem, ragged_paged_attention,
+    IMPLEMENTATIONS,
+    NO_WINDOW,
+    KVPool,
+    PoolShape,
+    RaggedBatch,
+    choose_implementation,
+    make_problem,
+    ragged_paged_attention,
 )  # fmt: skip
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.target import current_target, find_chip
@@ -212,7 +219,9 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
         del state, pool
         kv_bytes = rows * context * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 2
         roofline = (weight_bytes + kv_bytes) / (copy_rate)
-        yield Row("engine", f"8B decode batch {rows} context {context}", seconds * 1e3, roofline / seconds, "of roofline", note=f"compiled in {compile_s:.0f} s")
+        yield Row(
+            "engine", f"8B decode batch {rows} context {context}", seconds * 1e3, roofline / seconds, "of roofline", note=f"compiled in {compile_s:.0f} s"
+        )
 
 
 def packed_decode(bucket: Bucket, context: int, num_pages: int) -> np.ndarray:
@@ -256,7 +265,13 @@ def main() -> int:
     failed = sum(not row.ok for row in rows)
     seconds = time.perf_counter() - started
     print(f"{len(rows)} results, {failed} failed, {seconds:.0f} s")
-    result = {"device": device.device_kind, "jax": jax.__version__, "seconds": round(seconds, 1), "failed": failed, "rows": [dataclasses.asdict(r) for r in rows]}
+    result = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "seconds": round(seconds, 1),
+        "failed": failed,
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
     print(json.dumps(result))
     return int(failed > 0)
 

@@ -13,7 +13,14 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels_pallas.ragged_paged_attention import pallas_gpu, pallas_tpu, reference, xla_implementation
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
-    KERNEL_PAGE_SIZES, NO_WINDOW, Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch,
+    KERNEL_PAGE_SIZES,
+    NO_WINDOW,
+    Implementation,
+    KVPool,
+    KVScales,
+    PoolShape,
+    Problem,
+    RaggedBatch,
 )  # fmt: skip
 from jaxserve.kernels_pallas.target import Target, current_target
 
@@ -246,4 +253,6 @@ def _check_batch_values(batch: RaggedBatch, problem: Problem) -> None:
         if outside.size:
             raise ValueError(f"row {row} names page {outside[0]}; allowed are 0 to {problem.pool.num_pages - 1}")
     if (slots < 0).any():
-        raise ValueError(f"slots_T holds {slots.min()}; allowed are 0 and up, values of {problem.pool.num_pages * problem.pool.page_size} and more being dropped")
+        raise ValueError(
+            f"slots_T holds {slots.min()}; allowed are 0 and up, values of {problem.pool.num_pages * problem.pool.page_size} and more being dropped"
+        )

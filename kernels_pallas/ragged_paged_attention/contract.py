@@ -1,4 +1,4 @@
-"""What all implementations of ragged paged attention share: the batch, the pool, the static shape, and what an implementation must offer. No computation here."""
+"""What all implementations of ragged paged attention share: the batch, the pool, the static shape, and what an implementation must offer. No kernels."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -21,14 +18,6 @@ from jaxserve.kernels_pallas.target import find_chip
 
 MASKED = -1e30
 """Logit of a key that is not seen; finite, so that a row that sees nothing yet stays finite."""
-
-
-@contextmanager
-def without_triton_warning() -> Iterator[None]:
-    """Drops the one warning by which jax 0.11 and newer announce the end of this backend; it stays behind this op's interface."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
-        yield
 
 
 class PrefillWork(NamedTuple):
@@ -101,9 +90,7 @@ class _Softmax(NamedTuple):
     output_RH: Array
 
 
-def _attend(
-    q_RH: Array, keys: _Keys, first: Array, last: Array, end: Array, block: int, scale: Array, soft_cap: float | None, visible: Any
-) -> _Softmax:
+def _attend(q_RH: Array, keys: _Keys, first: Array, last: Array, end: Array, block: int, scale: Array, soft_cap: float | None, visible: Any) -> _Softmax:
     """FlashAttention-2 over keys ``first .. last - 1`` in steps of ``block``; ``visible(position_S)`` masks, ``end`` is the context length."""
     precision = lax.Precision.HIGHEST if q_RH.dtype == jnp.float32 else None
     start = _Softmax(jnp.full(q_RH.shape[0], MASKED, jnp.float32), jnp.zeros(q_RH.shape[0], jnp.float32), jnp.zeros(q_RH.shape, jnp.float32))

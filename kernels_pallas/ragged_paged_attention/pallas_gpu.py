@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES, Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch, quantise
-from jaxserve.kernels_pallas.ragged_paged_attention.gpu_kernels import PrefillWork, decode, merge, plan_prefill, prefill, without_triton_warning
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
+    KERNEL_PAGE_SIZES,
+    Implementation,
+    KVPool,
+    KVScales,
+    PoolShape,
+    Problem,
+    RaggedBatch,
+    quantise,
+)
+from jaxserve.kernels_pallas.ragged_paged_attention.gpu_kernels import PrefillWork, decode, merge, plan_prefill, prefill
 from jaxserve.kernels_pallas.ragged_paged_attention.gpu_tiles import Tiles, choose_tiles, query_block
+
+# jax 0.11 and newer announce the end of this backend whenever a kernel is lowered. It stays behind this op's interface; no other warning is dropped.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
 class Work(NamedTuple):
@@ -91,19 +104,18 @@ def _attend(
     scalars_4 = jnp.stack([first_slot, *(jnp.asarray(x, jnp.int32) for x in (window, batch.counts_2[0], batch.counts_2[1]))])
     sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
     pool = _write(k_TKH, v_TKH, pool, batch, shape, first_slot, kv_scales)
-    with without_triton_warning():
-        parts = decode(
-            q_TNH, pool.k, pool.v, scalars_4, batch.context_lens_B, batch.page_table_BM, scales_2K,
+    parts = decode(
+        q_TNH, pool.k, pool.v, scalars_4, batch.context_lens_B, batch.page_table_BM, scales_2K,
+        problem=problem, tiles=tiles, soft_cap=soft_cap, interpret=interpret,
+    )  # fmt: skip
+    out_TNH = merge(*parts, sinks_N)[:T].astype(q_TNH.dtype)
+    out_TNH = jnp.pad(out_TNH, ((0, max(T - B, 0)), (0, 0), (0, 0)))
+    if work.prefill is not None:
+        chunks_TNH = prefill(
+            q_TNH, pool.k, pool.v, scalars_4, batch.context_lens_B, batch.query_starts_B1, batch.page_table_BM, work.prefill, scales_2K, sinks_N,
             problem=problem, tiles=tiles, soft_cap=soft_cap, interpret=interpret,
         )  # fmt: skip
-        out_TNH = merge(*parts, sinks_N)[:T].astype(q_TNH.dtype)
-        out_TNH = jnp.pad(out_TNH, ((0, max(T - B, 0)), (0, 0), (0, 0)))
-        if work.prefill is not None:
-            chunks_TNH = prefill(
-                q_TNH, pool.k, pool.v, scalars_4, batch.context_lens_B, batch.query_starts_B1, batch.page_table_BM, work.prefill, scales_2K, sinks_N,
-                problem=problem, tiles=tiles, soft_cap=soft_cap, interpret=interpret,
-            )  # fmt: skip
-            out_TNH = jnp.where((jnp.arange(T) < batch.counts_2[0])[:, None, None], out_TNH, chunks_TNH)
+        out_TNH = jnp.where((jnp.arange(T) < batch.counts_2[0])[:, None, None], out_TNH, chunks_TNH)
     return jnp.where(work.live_T[:, None, None], out_TNH, 0), pool
 
 

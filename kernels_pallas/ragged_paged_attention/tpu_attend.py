@@ -118,7 +118,11 @@ class Accumulators(NamedTuple):
 
 def accumulator_scratch(num_kv_heads: int, rows: int, width: int) -> tuple[Any, ...]:
     """Scratch memory of :class:`Accumulators`."""
-    return (pltpu.VMEM((num_kv_heads, rows, 128), jnp.float32), pltpu.VMEM((num_kv_heads, rows, 128), jnp.float32), pltpu.VMEM((num_kv_heads, rows, width), jnp.float32))
+    return (
+        pltpu.VMEM((num_kv_heads, rows, 128), jnp.float32),
+        pltpu.VMEM((num_kv_heads, rows, 128), jnp.float32),
+        pltpu.VMEM((num_kv_heads, rows, width), jnp.float32),
+    )
 
 
 def start_softmax(accumulators: Accumulators, head: Array, sinks: Array | None) -> None:
@@ -185,4 +189,3 @@ def smem_row(index_map: Callable[..., Any], width: int) -> pl.BlockSpec:
 def hbm() -> pl.BlockSpec:
     """An array that stays in HBM and is copied by hand."""
     return pl.BlockSpec(memory_space=pl.ANY)
-

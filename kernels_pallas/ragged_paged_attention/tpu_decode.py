@@ -14,7 +14,17 @@ from jaxtyping import Array
 
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import Problem
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_attend import (
-    Accumulators, PageReader, Span, accumulator_scratch, finish_softmax, for_heads, hbm, smem_row, softmax_step, span, start_softmax,
+    Accumulators,
+    PageReader,
+    Span,
+    accumulator_scratch,
+    finish_softmax,
+    for_heads,
+    hbm,
+    smem_row,
+    softmax_step,
+    span,
+    start_softmax,
 )  # fmt: skip
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_layout import half_width, product_width
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles, decode_rows, vmem_limit
@@ -74,7 +84,7 @@ def decode(
     ]  # fmt: skip
     operands = [table_BM[:, None], table_BM[:, None], scales_2K, q_BKRW, new_KTW, pool]
     if sinks_KR1 is not None:
-        in_specs.append(pl.BlockSpec((K, R, 128), lambda b, *_: (0, 0, 0)))
+        in_specs.append(pl.BlockSpec((K, R, 128), lambda *_: (0, 0, 0)))
         operands.append(jnp.broadcast_to(sinks_KR1, (K, R, 128)))
     prefetched = (scalars_4, context_lens_B, *windows)
     pool_position = len(prefetched) + 5

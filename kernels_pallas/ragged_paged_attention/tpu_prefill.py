@@ -15,7 +15,17 @@ from jaxtyping import Array, Int32
 from jaxserve.dims import round_up
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import Problem, RaggedBatch
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_attend import (
-    Accumulators, PageReader, Span, accumulator_scratch, finish_softmax, for_heads, hbm, smem_row, softmax_step, span, start_softmax,
+    Accumulators,
+    PageReader,
+    Span,
+    accumulator_scratch,
+    finish_softmax,
+    for_heads,
+    hbm,
+    smem_row,
+    softmax_step,
+    span,
+    start_softmax,
 )  # fmt: skip
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_layout import WRITE_ROWS, half_width, product_width
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles, vmem_limit
@@ -108,7 +118,7 @@ def prefill(
     in_specs = [smem_row(table_row, M), smem_row(next_table_row, M), pl.BlockSpec(memory_space=pltpu.SMEM), hbm(), hbm()]
     operands = [table_BM[:, None], table_BM[:, None], scales_2K, q_KGAW, pool]
     if sinks_KG1 is not None:
-        in_specs.append(pl.BlockSpec((K, G, 128), lambda item, *_: (0, 0, 0)))
+        in_specs.append(pl.BlockSpec((K, G, 128), lambda *_: (0, 0, 0)))
         operands.append(jnp.broadcast_to(sinks_KG1, (K, G, 128)))
     prefetched = (scalars_4, context_lens_B, query_lens_B, work.rows_I, work.offsets_I, work.places_I, work.num_items_1)
     return pl.pallas_call(

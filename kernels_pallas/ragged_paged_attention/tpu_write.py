@@ -144,4 +144,3 @@ def write_windows(windows: Any, first_page: Array, new_ref: Any, pool_ref: Any, 
 def _widen(x: Array) -> Array:
     """To 32 bits, which rotate by a dynamic number of rows; exact, as is the way back."""
     return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-

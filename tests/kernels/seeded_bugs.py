@@ -1,4 +1,4 @@
-"""Three broken write phases of the TPU kernel, for the checking interpreter to catch. Run as a process of its own: ``python -m tests.kernels.seeded_bugs NAME``."""
+"""Three broken write phases of the TPU kernel, for the checking interpreter to catch. A process: ``python -m tests.kernels.seeded_bugs NAME``."""
 
 from __future__ import annotations
 
