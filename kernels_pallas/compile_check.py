@@ -71,7 +71,7 @@ MORE = (
 QUICK = (CORE[0], CORE[9], CORE[16])
 """For CI: the head dims, group sizes and dtypes once each."""
 
-_LAYERS, _TOKENS, _ROWS, _CONTEXT, _POOL_TOKENS = 2, 128, 16, 4096, 65536
+_LAYERS, _TOKENS, _ROWS, _CONTEXT, _POOL_TOKENS = 2, 128, 16, 4096, 262144
 
 
 def compile_combination(target: str, combination: Combination) -> dict[str, Any]:
