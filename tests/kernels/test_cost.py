@@ -1,0 +1,54 @@
+"""The cost that XLA is told of each kernel is what its docstring says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS, PoolShape, RaggedBatch, make_problem, ragged_paged_attention
+
+T, B, M, N, K, H, Z, L = 64, 8, 16, 8, 2, 128, 16, 2
+
+
+def kernel_costs(name):
+    """CostEstimate of every Pallas call of a mixed step, by the kernel's name."""
+    implementation = IMPLEMENTATIONS[name]
+    shape = PoolShape(num_layers=L, num_pages=200, page_size=Z, num_kv_heads=K, head_dim=H, dtype=jnp.bfloat16)
+    sizes = ((B,), (B + 1,), (B, M), (T,), (T,), (2,))
+    batch = RaggedBatch(*(jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes))
+    q, k = (jax.ShapeDtypeStruct((T, heads, H), jnp.bfloat16) for heads in (N, K))
+
+    def call(q, k, v, pool, batch):
+        return ragged_paged_attention(q, k, v, pool, batch, shape=shape, layer=0, scale=1.0, implementation=implementation)
+
+    costs = {}
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                costs[equation.params["name"]] = equation.params["cost_estimate"]
+            elif "jaxpr" in equation.params:
+                inner = equation.params["jaxpr"]
+                visit(getattr(inner, "jaxpr", inner))
+
+    visit(jax.make_jaxpr(call)(q, k, k, implementation.init_pool(shape), batch).jaxpr)
+    problem = make_problem(num_tokens=T, num_rows=B, table_width=M, num_heads=N, shape=shape, q_dtype=jnp.bfloat16)
+    return costs, problem
+
+
+@pytest.mark.parametrize("name", ["pallas_tpu", "pallas_gpu"])
+def test_decode_reads_each_live_page_once(name):
+    costs, _ = kernel_costs(name)
+    cost = costs["ragged_paged_decode"]
+    keys = B * M * Z
+    assert cost.flops == 4 * keys * N * H
+    assert cost.transcendentals == keys * N
+    pages = keys * K * 2 * H * 2
+    assert pages <= cost.bytes_accessed <= 1.4 * pages
+
+
+def test_prefill_reads_the_context_once_a_work_item():
+    costs, problem = kernel_costs("pallas_tpu")
+    cost = costs["ragged_paged_prefill"]
+    assert cost.flops == 4 * T * problem.max_context * N * H
+    queries = 2 * T * N * H * 2
+    assert (cost.bytes_accessed - queries) % (M * Z * K * 2 * H * 2) == 0
