@@ -43,6 +43,16 @@ class _Stream:
     outputs: asyncio.Queue[RequestOutput] = dataclasses.field(default_factory=asyncio.Queue[RequestOutput])
     num_generated_tokens: int = 0
 
+    async def next_output(self) -> RequestOutput:
+        """Waits for an output and joins to it what has come since: a consumer that fell behind catches up with one message."""
+        outputs = [await self.outputs.get()]
+        while not self.outputs.empty():
+            outputs.append(self.outputs.get_nowait())
+        if len(outputs) == 1:
+            return outputs[0]
+        token_ids = tuple(token_id for output in outputs for token_id in output.token_ids)
+        return dataclasses.replace(outputs[-1], token_ids=token_ids, text="".join(output.text for output in outputs))
+
     def last_output(self, reason: FinishReason, error: str | None) -> RequestOutput:
         """The last message of a stream that the engine cannot end any more."""
         usage = Usage(prompt_tokens=len(self.request.prompt_token_ids), completion_tokens=self.num_generated_tokens)
@@ -148,7 +158,7 @@ class AsyncEngine:
         return self._admitting().make_request(prompt_token_ids, params, request_id)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Runs a request and yields its outputs, the last with a finish reason.
+        """Runs a request and yields its outputs, the last with a finish reason. Outputs that wait for a slow consumer come as one.
 
         When the consumer goes away (``aclose``, cancellation, or dropping the iterator), the request is aborted. It starts with the first
         ``anext``, which also raises what is listed here.
@@ -169,7 +179,7 @@ class AsyncEngine:
         try:
             finished = False
             while not finished:
-                output = await stream.outputs.get()
+                output = await stream.next_output()
                 finished = output.finish_reason is not None
                 yield output
         finally:

@@ -12,7 +12,8 @@ from jaxserve.config import Config
 from jaxserve.engine.batch import Buckets, make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan, device_memory, plan_pool
+from jaxserve.engine.kv_cache import PoolPlan, plan_pool
+from jaxserve.engine.memory import device_memory, release_unused
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.engine.step import attention_problem
 from jaxserve.errors import ConfigError
@@ -80,6 +81,7 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs)
     if config.engine.warmup:
         runner.warmup(None if progress is None else lambda done, total: progress("compiling", done, total))
+    release_unused()
     return make_engine(runner, tokenizer, model, checkpoint, config)
 
 

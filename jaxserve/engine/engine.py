@@ -9,6 +9,7 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -109,7 +110,7 @@ class Engine:
             request_id: Unique among the requests in flight; ``None`` makes one.
 
         Raises:
-            InvalidRequestError: Empty prompt, or ids that are no integers in ``[0, V)``.
+            InvalidRequestError: Empty prompt, or ids, also to stop at, that are no integers in ``[0, V)``.
             ContextLengthError: More tokens than the model's context or the page pool can hold.
         """
         try:
@@ -118,9 +119,8 @@ class Engine:
             raise InvalidRequestError(f"the prompt's token ids must be integers: {error}", param="prompt") from error
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
-        if min(token_ids) < 0 or max(token_ids) >= self.spec.vocab_size:
-            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.spec.vocab_size)
-            raise InvalidRequestError(f"token id {wrong} in the prompt is out of range; the vocabulary is [0, {self.spec.vocab_size})", param="prompt")
+        self._check_vocabulary(token_ids, "prompt")
+        self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._resolve_max_tokens(len(token_ids), params)
         return Request(request_id=request_id or uuid.uuid4().hex, prompt_token_ids=token_ids, params=params)
 
@@ -210,6 +210,12 @@ class Engine:
         self._scheduler.check_integrity()
         assert len(self._generations) == self._scheduler.num_running + self._scheduler.num_waiting
         assert self._num_requests == len(self._generations) + self._finished.total()
+
+    def _check_vocabulary(self, token_ids: SequenceOf[int], param: str) -> None:
+        vocab_size = self.spec.vocab_size
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequestError(f"token id {wrong} in {param} is out of range; the vocabulary is [0, {vocab_size})", param=param)
 
     def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Most tokens to generate: what was asked for, which must fit, or all that fit.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.config import CacheConfig
+from jaxserve.engine.memory import Memory
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, KVPool, PoolShape
 from jaxserve.models.spec import ModelSpec
@@ -51,14 +50,6 @@ class PoolPlan:
     def allocate(self) -> KVPool:
         """A pool of zeros."""
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self.abstract())
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Memory of a device, or of the host where the device has none of its own, in bytes: of all, and free now."""
-
-    total_bytes: int
-    free_bytes: int
 
 
 def plan_pool(
@@ -116,41 +107,7 @@ def plan_pool(
     return PoolPlan(shape=shape(num_pages), attention=attention, page_bytes=page_bytes)
 
 
-def device_memory(device: Any) -> Memory:
-    """Memory of a jax device: its own where it tells, the host's otherwise (within the limit of the process's control group).
-
-    Raises:
-        ConfigError: Nothing here tells it.
-    """
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        return Memory(int(stats["bytes_limit"]), int(stats["bytes_limit"]) - int(stats["bytes_in_use"]))
-    host, group = _host_memory(), _cgroup_memory()
-    return Memory(min(host.total_bytes, group.total_bytes), min(host.free_bytes, group.free_bytes))
-
-
 def _three_bits(number: int) -> int:
     """The largest integer of three significant bits that is not above ``number``."""
     shift = max(0, number.bit_length() - 3)
     return number >> shift << shift
-
-
-def _host_memory() -> Memory:
-    fields: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, value = line.split()[:2]
-            fields[name] = int(value) * 1024
-    try:
-        return Memory(fields["MemTotal:"], fields["MemAvailable:"])
-    except KeyError as error:
-        raise ConfigError("this host does not tell its free memory; set cache.num_pages") from error
-
-
-def _cgroup_memory() -> Memory:
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        total = int(limit.read_text())
-        return Memory(total, total - int(usage.read_text()))
-    except (OSError, ValueError):  # No control group, or one without a limit ("max").
-        return Memory(2**63 - 1, 2**63 - 1)

@@ -10,7 +10,8 @@ from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig
 from jaxserve.engine.batch import make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import Memory, plan_pool
+from jaxserve.engine.kv_cache import plan_pool
+from jaxserve.engine.memory import Memory
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.models.model import build_model
