@@ -1,4 +1,7 @@
-"""Makes the Python files of the gRPC API from its .proto. Needs grpcio-tools. The result is committed; a test compares it with the .proto."""
+"""Makes the Python files of the gRPC API from its .proto. The result is committed; a test compares it with the .proto.
+
+Run it with the oldest grpcio-tools that pyproject.toml allows: generated code refuses a grpcio or protobuf older than the one that made it.
+"""
 
 from __future__ import annotations
 

@@ -68,6 +68,7 @@ async def _serve_bound(config: Config, engine: ServedEngine, http_socket: socket
             access_log=False,
             server_header=False,
             lifespan="off",
+            ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CLOSING_GRACE_S),
         )

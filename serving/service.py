@@ -74,20 +74,16 @@ class InferenceService:
         if name is not None and name != self.model_name:
             raise UnknownModelError(f"the model {reprlib.repr(name)} does not exist; this server serves {self.model_name!r}", param="model")
 
-    def sampling_params(self, given: Mapping[str, Any], *, default_max_tokens: int | None = None) -> SamplingParams:
+    def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Validated parameters; what ``given`` omits takes the model's defaults.
 
         Args:
             given: Values by name of ``SAMPLING_FIELDS``.
-            default_max_tokens: Used where neither ``given`` nor the model's defaults limit the length.
 
         Raises:
             InvalidRequestError: A value out of its range.
         """
-        defaults = self.engine.sampling_defaults
-        if default_max_tokens is not None:
-            defaults = {"max_tokens": default_max_tokens, **defaults}
-        return resolve_params(given, defaults)
+        return resolve_params(given, self.engine.sampling_defaults)
 
     async def encode(self, prompts: Sequence[Prompt], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of prompts; those that are ids already stay as they are. Long ones do not hold up the event loop."""
@@ -142,7 +138,15 @@ class InferenceService:
                 raise InvalidRequestError(f"token id {token_id} is outside the vocabulary; ids are in [0, {vocab_size})", param="tokens")
         return await _off_loop_if_long(len(token_ids), lambda: self.engine.tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def make_request(self, token_ids: list[int], params: SamplingParams, request_id: str, *, truncate_prompt_tokens: int | None = None) -> Request:
+    def make_request(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        default_max_tokens: int | None = None,
+    ) -> Request:
         """A request that passed every check.
 
         Args:
@@ -150,13 +154,17 @@ class InferenceService:
             params: From ``sampling_params``.
             request_id: Unique.
             truncate_prompt_tokens: Keep only that many tokens at the end; -1 keeps as many as leave room for ``max_tokens``.
+            default_max_tokens: Limit where ``params`` has none, as far as the context has room: nobody asked for it, so it is no reason to refuse.
 
         Raises:
             InvalidRequestError: Empty prompt, ids out of range.
             ContextLengthError: Too long.
         """
         if truncate_prompt_tokens is not None:
-            token_ids = self._truncated(token_ids, truncate_prompt_tokens, params.max_tokens or 1)
+            token_ids = self._truncated(token_ids, truncate_prompt_tokens, params.max_tokens or default_max_tokens or 1)
+        room = self.engine.max_model_len - len(token_ids)
+        if params.max_tokens is None and default_max_tokens is not None and room > 0:
+            params = dataclasses.replace(params, max_tokens=min(default_max_tokens, room))
         return self.engine.make_request(token_ids, params, request_id)
 
     def _truncated(self, token_ids: list[int], limit: int, num_new_tokens: int) -> list[int]:
@@ -193,7 +201,8 @@ class InferenceService:
                 async for output in outputs:
                     yield 0, output
             return
-        queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
+        # Bounded: a slow client holds the pumps up, and outputs that wait for them are joined by the engine.
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=1)
         tasks = [asyncio.create_task(self._pump(index, request, queue)) for index, request in enumerate(requests)]
         try:
             num_running = len(tasks)
@@ -210,10 +219,11 @@ class InferenceService:
 
     async def _pump(self, index: int, request: Request, queue: asyncio.Queue[tuple[int, RequestOutput | Exception]]) -> None:
         try:
-            async for output in self.run(request):
-                queue.put_nowait((index, output))
+            async with contextlib.aclosing(self.run(request)) as outputs:
+                async for output in outputs:
+                    await queue.put((index, output))
         except Exception as error:  # handed over: the consumer raises it
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
 
 @contextlib.contextmanager

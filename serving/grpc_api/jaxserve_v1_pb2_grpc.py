@@ -5,7 +5,7 @@ import warnings
 
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as jaxserve_dot_serving_dot_grpc__api_dot_jaxserve__v1__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.73.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in jaxserve/serving/grpc_api/jaxserve_v1_pb2_grpc.py depends on'
+        + f' but the generated code in jaxserve/serving/grpc_api/jaxserve_v1_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class InferenceStub:
+class InferenceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -66,7 +66,7 @@ class InferenceStub:
                 _registered_method=True)
 
 
-class InferenceServicer:
+class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
@@ -149,7 +149,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inference:
+class Inference(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

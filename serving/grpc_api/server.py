@@ -17,7 +17,7 @@ from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
-from jaxserve.serving.grpc_api.servicer import InferenceServicer
+from jaxserve.serving.grpc_api.servicer import InferenceServicer, parse_or_error
 from jaxserve.serving.ports import listen
 from jaxserve.serving.service import InferenceService
 
@@ -52,7 +52,7 @@ class GrpcServer:
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
         )
-        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.server.api_keys)], options=options)
+        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.server.api_keys), _Parser()], options=options)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config)), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -105,6 +105,20 @@ class _KeyGuard(grpc.aio.ServerInterceptor):
             except UnauthenticatedError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
+
+
+class _Parser(grpc.aio.ServerInterceptor):
+    """Lets the service's own methods answer bytes that are no message."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = await continuation(handler_call_details)  # a named tuple, which the stubs do not know
+        if handler is None or not handler_call_details.method.startswith(f"/{SERVICE_NAME}/"):
+            return handler
+        return handler._replace(request_deserializer=parse_or_error(handler.request_deserializer))
 
 
 def _refusal(error: UnauthenticatedError) -> grpc.RpcMethodHandler[Any, Any]:

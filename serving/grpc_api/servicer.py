@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxserve.errors import InvalidRequestError
@@ -42,7 +42,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
         async with _answering(context):
             service = self._service
-            _check_known(request)
+            _check_message(request)
             self._check(request.model)
             given = _sampling_given(request)
             with client_names({"prompt": request.WhichOneof("input") or "input"}):
@@ -56,27 +56,27 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with _answering(context):
-            _check_known(request)
+            _check_message(request)
             self._check(request.model)
             return pb.TokenizeResponse(token_ids=await self._prompt(request), max_model_len=self._service.engine.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with _answering(context):
-            _check_known(request)
+            _check_message(request)
             self._check(request.model)
             with client_names({"tokens": "token_ids"}):
                 return pb.DetokenizeResponse(text=await self._service.decode(request.token_ids))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         async with _answering(context):
-            _check_known(request)
+            _check_message(request)
             if not request.request_id:
                 raise InvalidRequestError("request_id is required", param="request_id", code="missing_required_parameter")
             return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         async with _answering(context):
-            _check_known(request)
+            _check_message(request)
             self._check(request.model)
             engine, model = self._service.engine, self._service.config.model
             return pb.GetModelInfoResponse(
@@ -90,7 +90,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         async with _answering(context):
-            _check_known(request)
+            _check_message(request)
             service = self._service
             state = service.engine.state
             return pb.GetServerInfoResponse(
@@ -137,14 +137,28 @@ async def _answering(context: Context) -> AsyncIterator[None]:
         await context.abort(getattr(grpc.StatusCode, report.row.grpc_code), report.message[:MAX_MESSAGE_CHARS], metadata)
 
 
-def _check_known(message: Message, path: str = "") -> None:
-    """Refuses fields that the .proto does not have: a newer client's, which protobuf would drop in silence."""
+def parse_or_error(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
+    """A deserializer whose failure the method answers: gRPC itself would end the call with UNKNOWN and log a traceback."""
+
+    def parse_leniently(data: bytes) -> Message | DecodeError:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parse_leniently
+
+
+def _check_message(message: Message | DecodeError, path: str = "") -> None:
+    """Refuses what is no message, and fields that the .proto does not have: a newer client's, which protobuf would drop in silence."""
+    if isinstance(message, DecodeError):
+        raise InvalidRequestError(f"the message cannot be read: {message}", code="invalid_message")
     for field in UnknownFieldSet(message):
         raise InvalidRequestError(f"{message.DESCRIPTOR.name} has no field number {field.field_number}", param=path or None, code="unknown_parameter")
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:
             for item in value if descriptor.is_repeated else (value,):
-                _check_known(item, descriptor.name)
+                _check_message(item, descriptor.name)
 
 
 def _sampling_given(request: pb.GenerateRequest) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from jaxserve.serving.http_api.responses import JsonResponse, error_response
 from jaxserve.serving.http_api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from jaxserve.serving.service import InferenceService
 
+MAX_PATH_CHARS = 200
+"""Of an unknown path, in the message that names it."""
+
 B = TypeVar("B", bound=Body)
 
 
@@ -168,7 +171,7 @@ async def _on_jaxserve_error(_request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """The router's own refusals: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {request.url.path[:MAX_PATH_CHARS]}"
     if error.status_code == 404:
         message, code = f"unknown path: {where}", "not_found"
     elif error.status_code == 405:

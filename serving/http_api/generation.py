@@ -85,13 +85,11 @@ async def complete(service: InferenceService, http_request: HttpRequest, body: C
     """Answers ``/v1/completions``; several prompts run side by side and answer as choices in their order."""
 
     async def prepare(answer_id: str) -> list[Request]:
-        params = service.sampling_params(body.sampling_given(), default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+        params = service.sampling_params(body.sampling_given())
         token_ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         request_ids = [answer_id] if len(token_ids) == 1 else [f"{answer_id}-{index}" for index in range(len(token_ids))]
-        return [
-            service.make_request(ids, params, request_id, truncate_prompt_tokens=body.truncate_prompt_tokens)
-            for ids, request_id in zip(token_ids, request_ids, strict=True)
-        ]
+        limits = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "default_max_tokens": DEFAULT_COMPLETION_TOKENS}
+        return [service.make_request(ids, params, request_id, **limits) for ids, request_id in zip(token_ids, request_ids, strict=True)]
 
     return await _answer(service, http_request, body, CompletionForm(), prepare)
 

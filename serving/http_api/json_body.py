@@ -18,7 +18,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
     Raises:
         PayloadTooLargeError: As soon as the announced or the received length passes ``max_bytes``.
+        InvalidRequestError: A compressed body, or a client that left.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise InvalidRequestError(f"the request body must not be compressed, got Content-Encoding {encoding[:64]!r}", code="unsupported_encoding")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)

@@ -76,6 +76,23 @@ def test_64_concurrent_streams_give_the_texts_of_one_by_one() -> None:
     run(body())
 
 
+def test_outputs_that_wait_for_a_slow_consumer_come_as_one() -> None:
+    async def body() -> None:
+        async with serving() as engine:
+            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=30, seed=3)))
+            first = await anext(stream)
+            while engine.stats().finished["length"] == 0:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+            (rest,) = [output async for output in stream]
+            alone = await collect(engine, [1], max_tokens=30, seed=3)
+            assert first.token_ids + rest.token_ids == tuple(plain_run([1], 30, fold_seed(3)))
+            assert first.text + rest.text == "".join(output.text for output in alone)
+            assert (rest.finish_reason, rest.usage) == ("length", alone[-1].usage)
+
+    run(body())
+
+
 def test_disconnects_free_all_pages() -> None:
     async def body() -> None:
         async with serving() as engine:

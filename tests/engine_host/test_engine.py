@@ -44,7 +44,7 @@ class TestDoor:
         ("prompt", "message"),
         [
             ([], "the prompt is empty"),
-            ([1, VOCAB_SIZE], rf"token id {VOCAB_SIZE} in the prompt is out of range; the vocabulary is \[0, {VOCAB_SIZE}\)"),
+            ([1, VOCAB_SIZE], rf"token id {VOCAB_SIZE} in prompt is out of range; the vocabulary is \[0, {VOCAB_SIZE}\)"),
             ([1, -1], "token id -1"),
             ([1, 2.0], "must be integers"),
             (["a"], "must be integers"),
@@ -54,6 +54,11 @@ class TestDoor:
         with pytest.raises(InvalidRequestError, match=message) as caught:
             fake_engine().make_request(prompt, SamplingParams())
         assert caught.value.param == "prompt"
+
+    def test_stop_token_ids_are_of_the_vocabulary(self) -> None:
+        with pytest.raises(InvalidRequestError, match=f"token id {VOCAB_SIZE} in stop_token_ids is out of range") as caught:
+            fake_engine().make_request([1], SamplingParams(stop_token_ids=(VOCAB_SIZE - 1, VOCAB_SIZE)))
+        assert caught.value.param == "stop_token_ids"
 
     def test_prompt_over_the_context_length(self) -> None:
         engine = fake_engine(max_position=20)

@@ -47,7 +47,7 @@ async def refusal_of(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str, dict[s
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call
     error = refused.value
-    return error.code(), error.details() or "", dict(error.trailing_metadata())  # type: ignore[arg-type]
+    return error.code(), error.details() or "", dict(tuple(error.trailing_metadata()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,9 @@ def test_sampling_fields_have_presence() -> None:
 
 def test_stop_reason() -> None:
     async def scenario(stub: Stub) -> None:
-        last = (await generate(stub, text="hi", stop=[expected_text(HI, 3)[2]]))[-1]
-        assert (last.finish_reason, last.WhichOneof("stop_reason"), last.stop_string) == ("stop", "stop_string", expected_text(HI, 3)[2])
+        for prompt in ({"text": "hi"}, {"token_ids": pb.TokenIds(ids=HI)}):
+            last = (await generate(stub, **prompt, stop=[expected_text(HI, 3)[2]]))[-1]
+            assert (last.finish_reason, last.WhichOneof("stop_reason"), last.stop_string) == ("stop", "stop_string", expected_text(HI, 3)[2])
 
     with_stub(scenario)
 
@@ -134,6 +135,20 @@ def test_fields_that_the_proto_does_not_have_are_refused() -> None:
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
     with_stub(scenario)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x1a\x02\xff\xfe", b"\x1a\x05a"], ids=["garbage", "invalid UTF-8", "truncated"])
+def test_bytes_that_are_no_message(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with grpc_server(FakeAsyncEngine()) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            streaming = channel.unary_stream(f"/{SERVICE_NAME}/Generate")(data)
+            for call in (anext(aiter(streaming)), channel.unary_unary(f"/{SERVICE_NAME}/Tokenize")(data)):
+                status, message, metadata = await refusal_of(call)
+                assert (status, metadata["error-code"]) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_message"), message
+            assert await generate(pb_grpc.InferenceStub(channel), text="hi", max_tokens=1)
+
+    asyncio.run(run())
+    assert not caplog.records
 
 
 def test_tokenize_and_detokenize() -> None:

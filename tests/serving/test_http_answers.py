@@ -119,6 +119,8 @@ def test_stop_reason_tells_which_stop_ended_it() -> None:
     text = expected_text(HI, 5)
     answer = ask("POST", COMPLETIONS, json={"prompt": "hi", "stop": [text[3], "zzz"]}).json()
     assert answer["choices"] == [{"index": 0, "text": text[:3], "logprobs": None, "finish_reason": "stop", "stop_reason": text[3]}]
+    by_ids = ask("POST", COMPLETIONS, json={"prompt": HI, "stop": text[3]}).json()
+    assert by_ids["choices"] == answer["choices"]
     last = stream(COMPLETIONS, {"prompt": "hi", "stop": text[0]})[-2]["choices"][0]
     assert (last["text"], last["finish_reason"], last["stop_reason"]) == ("", "stop", text[0])
 
@@ -131,6 +133,12 @@ def test_sampling_fields_reach_the_engine_and_omitted_ones_take_the_models_defau
     assert engine.requests[0].params == SamplingParams(**given | {"stop": ("x",), "stop_token_ids": (9,)}, max_tokens=16, temperature=0.5)
     ask("POST", CHATS, engine=engine, json=CHAT | {"temperature": 0, "max_tokens": None})
     assert engine.requests[1].params == SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_tokens"), [(10, 16), (500, 12), (511, 1)])
+def test_the_default_limit_of_completions_is_no_reason_to_refuse(num_prompt_tokens: int, num_tokens: int) -> None:
+    usage = ask("POST", COMPLETIONS, json={"prompt": [1] * num_prompt_tokens}).json()["usage"]
+    assert usage["completion_tokens"] == num_tokens
 
 
 def test_a_generation_to_the_end_of_the_context() -> None:

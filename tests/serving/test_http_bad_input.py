@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 from typing import Any
@@ -32,7 +33,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": [258]}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": [-1]}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": [10**30]}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": [1] * 600}, "max_tokens", "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": [1] * 600}, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "hi", "max_tokens": 511}, "max_tokens", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "hi", "max_tokens": 0}, "max_tokens", "invalid_value"),
     (COMPLETIONS, {"prompt": "hi", "max_tokens": -1}, "max_tokens", "invalid_value"),
@@ -159,6 +160,7 @@ def test_unknown_model() -> None:
 
 def test_unknown_paths_and_methods() -> None:
     check_error(ask("GET", "/v2/completions"), 404, None, "not_found")
+    assert len(check_error(ask("GET", "/" + "x" * 10_000), 404, None, "not_found")) < 500
     response = ask("GET", COMPLETIONS)
     check_error(response, 405, None, "method_not_allowed")
     assert response.headers["allow"] == "POST"
@@ -184,6 +186,11 @@ def test_states_that_take_no_requests(state: str) -> None:
         check_error(response, 503, None, "engine_dead" if state == "dead" else "not_ready")
     assert ask("GET", "/ready", engine=FakeAsyncEngine(state=state)).status_code == 503
     assert ask("GET", "/health", engine=FakeAsyncEngine(state=state)).status_code == (503 if state == "dead" else 200)
+
+
+def test_a_compressed_body() -> None:
+    response = ask("POST", COMPLETIONS, content=gzip.compress(b'{"prompt": "hi"}'), headers={"Content-Encoding": "gzip"})
+    assert "'gzip'" in check_error(response, 400, None, "unsupported_encoding")
 
 
 def test_body_too_large_announced() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import httpx
 import openai
 import pytest
 
+from jaxserve.request import SamplingParams
+from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import BOS, FakeAsyncEngine, expected_text
 from tests.serving.servers import CHAT, Raw, http_server, server_config, until
 
@@ -32,6 +35,23 @@ def test_a_client_that_leaves_frees_its_request(stream: bool) -> None:
                 await connection.close()
                 await until(lambda: not engine.running)
                 assert running <= set(engine.aborted)
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_reader_of_several_streams_holds_them_up() -> None:
+    """So that what waits stays in the engine's queues, where it is joined."""
+    engine = FakeAsyncEngine()
+    service = InferenceService(engine, server_config())
+
+    async def scenario() -> None:
+        params = SamplingParams(max_tokens=100)
+        async with contextlib.aclosing(service.run_all([service.make_request([index], params, str(index)) for index in range(3)])) as outputs:
+            await anext(outputs)
+            await asyncio.sleep(0.05)
+            assert len(engine.running) == 3
+            assert len([output async for output in outputs]) == 299
+            assert not engine.running
 
     asyncio.run(scenario())
 
