@@ -8,9 +8,20 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES, make_inputs
 
 NAMES = [name for name in IMPLEMENTATIONS if name != "reference"]
+FAST = {
+    "decode_only", "long_among_short", "gqa_3", "head_dim_80", "head_dim_256", "llama_8b_decode", "page_128", "page_8_bf16", "window_soft_cap_sinks",
+    "smollm2_mixed", "fp8_scaled", "int8_decode",
+}  # fmt: skip
+"""Beside the cases that share the edges' bucket, and so one program. The rest costs seconds of compiling each: ``--slow``, and ``jaxserve kernels check``."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def parameter(case):
+    shares_program = case.bucket is not None and case.pool_shape() == CASES[0].pool_shape() and not (case.sinks or case.soft_cap)
+    marks = () if case.name in FAST or (shares_program and case.q_dtype == "float32" and case.heads == CASES[0].heads) else (pytest.mark.slow,)
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("case", [parameter(case) for case in CASES])
 @pytest.mark.parametrize("name", NAMES)
 def test_matches_the_reference(name, case):
     implementation = IMPLEMENTATIONS[name]
