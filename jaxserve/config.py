@@ -151,18 +151,25 @@ class Config:
             raise ConfigError(f"server.api_keys is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
 
 
-def load_config(files: Sequence[Path] = (), overrides: Sequence[str] = (), values: Mapping[str, Any] = MappingProxyType({})) -> Config:
-    """Reads YAML files, then ``section.key=value`` overrides, then ``values``. What comes later wins.
+def load_config(
+    files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
+    """Takes ``defaults``, reads YAML files, then ``section.key=value`` overrides, then ``values``. What comes later wins.
 
     Args:
         files: YAML files whose sections are those of :class:`Config`.
         overrides: Texts as typed on a command line.
         values: Full key -> value.
+        defaults: Full key -> value where it is another than the dataclass's.
 
     Raises:
         ConfigError: A file that cannot be read or is no plain YAML mapping of sections, an unknown key, a value of the wrong type or out of range.
     """
-    merged: dict[str, object] = {}
+    merged = _read(defaults)
     for file in files:
         try:
             merged |= _read(dict(_flatten(read_yaml(file))))

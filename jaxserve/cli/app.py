@@ -37,10 +37,10 @@ app = typer.Typer(
 app.command("run", rich_help_panel="Use a model")(run)
 app.command("generate", rich_help_panel="Use a model")(generate)
 app.command("chat", rich_help_panel="Use a model")(chat)
-app.command("models", rich_help_panel="Look around")(models)
-app.command("convert", rich_help_panel="Look around")(convert_model)
-app.command("config", rich_help_panel="Look around")(show_config)
-app.command("version", rich_help_panel="Look around")(version)
+app.command("models", rich_help_panel="Manage models and settings")(models)
+app.command("convert", rich_help_panel="Manage models and settings")(convert_model)
+app.command("config", rich_help_panel="Manage models and settings")(show_config)
+app.command("version", rich_help_panel="Manage models and settings")(version)
 
 
 def _print_version(wanted: bool) -> None:

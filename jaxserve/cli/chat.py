@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli.options import (
+    ONE_SHOT_DEFAULTS,
     ConfigFiles,
     Debug,
     MaxTokens,
@@ -61,7 +62,7 @@ def chat(
 
         jaxserve chat ./Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
     """
-    resolved = resolve_config(words, config, platform=platform, debug=debug)
+    resolved = resolve_config(words, config, platform=platform, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
     from jaxserve.engine.params import resolve_params

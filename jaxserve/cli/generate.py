@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxserve.cli.options import (
+    ONE_SHOT_DEFAULTS,
     ConfigFiles,
     Debug,
     MaxTokens,
@@ -59,7 +60,7 @@ def generate(
     """
     if not prompt:
         raise typer.BadParameter("at least one is needed", param_hint="--prompt")
-    resolved = resolve_config(words, config, platform=platform, debug=debug)
+    resolved = resolve_config(words, config, platform=platform, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
     from jaxserve.engine.params import resolve_params

@@ -6,12 +6,16 @@ import enum
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
 from jaxserve.config import Config, load_config
 from jaxserve.log import set_up_logging
+
+ONE_SHOT_DEFAULTS: Mapping[str, Any] = MappingProxyType({"engine.warmup": False})
+"""Of commands that serve one user: a few programs, compiled when they are needed, are ready long before all of them."""
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 
@@ -73,6 +77,7 @@ def resolve_config(
     platform: PlatformName | None = None,
     debug: bool = False,
     flags: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Config:
     """Sets up logging, then merges: files, then ``section.key=value`` words, then MODEL and flags.
 
@@ -82,6 +87,7 @@ def resolve_config(
         platform: As given with ``--platform``.
         debug: Whether ``--debug`` was given.
         flags: Full key -> value of the options that stand for a key; ``None`` where one was not given.
+        defaults: Full key -> value where the command's own default is another than the configuration's.
 
     Raises:
         ConfigError: As :func:`jaxserve.config.load_config`.
@@ -90,7 +96,7 @@ def resolve_config(
     set_up_logging("debug" if debug else None)
     model, overrides = split_words(words or ())
     values = {"model.source": model, "platform": platform and platform.value, **(flags or {})}
-    return load_config(files or (), overrides, {key: value for key, value in values.items() if value is not None})
+    return load_config(files or (), overrides, {key: value for key, value in values.items() if value is not None}, defaults=defaults)
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:

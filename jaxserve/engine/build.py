@@ -81,6 +81,8 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs)
     if config.engine.warmup:
         runner.warmup(None if progress is None else lambda done, total: progress("compiling", done, total))
+    else:
+        logger.info("no warm-up: programs are compiled when they are needed")
     release_unused()
     return make_engine(runner, tokenizer, model, checkpoint, config)
 

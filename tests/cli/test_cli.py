@@ -312,7 +312,13 @@ def test_conversation_reports_what_cannot_go_on() -> None:
 
 def test_chat_from_a_pipe_prints_the_answers(jaxserve: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     build = ModuleType("jaxserve.engine.build")
-    build.build_engine = lambda config, *, progress: FakeEngine("a b")  # type: ignore[attr-defined]
+    warmups: list[bool] = []
+
+    def build_engine(config: Config, *, progress: object) -> FakeEngine:
+        warmups.append(config.engine.warmup)
+        return FakeEngine("a b")
+
+    build.build_engine = build_engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "jaxserve.engine.build", build)
     lines = iter(["hello", "  ", "too long", "/clear", "again"])
 
@@ -326,6 +332,8 @@ def test_chat_from_a_pipe_prints_the_answers(jaxserve: Callable[..., Result], mo
     result = jaxserve("chat")
     assert result.out == "ab\nab\n"
     assert "error: too long (/clear starts over)" in result.err
+    assert jaxserve("chat", "engine.warmup=true").status == 0
+    assert warmups == [False, True], "compiles what it needs, unless told otherwise"
 
 
 def test_models_fetch_names_what_cannot_be_found(jaxserve: Callable[..., Result]) -> None:

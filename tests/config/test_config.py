@@ -60,8 +60,8 @@ def test_text_is_read_as_the_field_says(tmp_path: Path) -> None:
 def test_the_last_word_wins(tmp_path: Path) -> None:
     first = write(tmp_path, "server: {port: 1, host: first}", "first.yaml")
     second = write(tmp_path, "server: {port: 2}", "second.yaml")
-    config = load_config([first, second], ["server.port=3", "server.port=4"])
-    assert (config.server.port, config.server.host) == (4, "first")
+    config = load_config([first, second], ["server.port=3", "server.port=4"], defaults={"server.host": "default", "engine.warmup": False})
+    assert (config.server.port, config.server.host, config.engine.warmup) == (4, "first", False)
 
 
 def test_mapping_takes_sections_dotted_keys_and_values(tmp_path: Path) -> None:
