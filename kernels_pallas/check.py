@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -146,30 +144,28 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"cells": [dataclasses.asdict(cell) for cell in cells], "held": held, "failed": len(cells) - held}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``jaxserve kernels check [--op NAME] [--target NAME …] [--quick] [--json]``: a table on stdout, with ``--json`` one JSON object as its last line.
+def report(*, chosen_targets: Sequence[str] | None = None, quick: bool = False, as_json: bool = False) -> int:
+    """Checks and prints a table as it goes, and with ``as_json`` one JSON object as its last line.
+
+    Args:
+        chosen_targets: Chips to compile for; ``None`` takes all whose compilers are installed.
+        quick: A part of each kind of check.
+        as_json: Whether a program reads the last line.
 
     Returns:
         0 only if every cell held.
     """
-    parser = argparse.ArgumentParser(prog="jaxserve kernels check", description="Checks the kernels on this machine: numerics, races, and real compiles.")
-    parser.add_argument("--op", choices=OPS, default=OPS[0], help="the op to check")
-    parser.add_argument("--target", nargs="*", choices=targets.TARGETS, help="chips to compile for; without it, all whose compilers are installed")
-    parser.add_argument("--quick", action="store_true", help="a part of each kind of check")
-    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
-    options = parser.parse_args(arguments)
-    chosen = options.target
-    if chosen is None:
-        chosen = [target for target in targets.TARGETS if targets.missing(target) is None]
-    cells = []
+    if chosen_targets is None:
+        chosen_targets = [target for target in targets.TARGETS if targets.missing(target) is None]
+    cells: list[Cell] = []
     started = time.monotonic()
     print(_HEADER)
-    for cell in run(chosen_targets=chosen, quick=options.quick):
+    for cell in run(chosen_targets=chosen_targets, quick=quick):
         cells.append(cell)
         print(_line(cell), flush=True)
     totals = summary(cells)
     print(f"{totals['held']} held, {totals['failed']} failed, {time.monotonic() - started:.0f} s")
-    if options.json:
+    if as_json:
         print(json.dumps(totals))
     return int(totals["failed"] > 0)
 
@@ -220,7 +216,3 @@ def _rows(module: str, arguments: list[str], environment: dict[str, str], *, tim
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:] or ["no output"]
             yield None, f"{module} ended with {code}: {last[0][:400]}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

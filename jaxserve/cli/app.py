@@ -14,6 +14,7 @@ from jaxserve import __version__
 from jaxserve.cli.chat import chat
 from jaxserve.cli.convert import convert_model
 from jaxserve.cli.generate import generate
+from jaxserve.cli.kernels import kernels
 from jaxserve.cli.models import models
 from jaxserve.cli.output import emit
 from jaxserve.cli.run import run
@@ -40,6 +41,7 @@ app.command("chat", rich_help_panel="Use a model")(chat)
 app.command("models", rich_help_panel="Manage models and settings")(models)
 app.command("convert", rich_help_panel="Manage models and settings")(convert_model)
 app.command("config", rich_help_panel="Manage models and settings")(show_config)
+app.add_typer(kernels, name="kernels", rich_help_panel="Manage models and settings")
 app.command("version", rich_help_panel="Manage models and settings")(version)
 
 
