@@ -110,14 +110,17 @@ async def _announce(config: Config, engine: ServedEngine, http_socket: socket.so
     port = http_socket.getsockname()[1]
     where = f"HTTP on {_url(config.server.host, port)}" + (f", gRPC on port {grpc_server.port}" if grpc_server is not None else "")
     print(f"ready: {config.server.served_model_name or engine.model_name}, {where}", file=sys.stderr)
-    print(curl_line(config, engine, port), file=sys.stderr, flush=True)
+    print(curl_line(config, engine, port, show_key=sys.stderr.isatty()), file=sys.stderr, flush=True)
     while grpc_server is not None:
         await grpc_server.set_serving(engine.state == "ready")
         await asyncio.sleep(STATE_POLL_S)
 
 
-def curl_line(config: Config, engine: ServedEngine, port: int) -> str:
-    """A shell command that asks the served model something: a chat where it has a template, else a completion."""
+def curl_line(config: Config, engine: ServedEngine, port: int, *, show_key: bool) -> str:
+    """A shell command that asks the served model something: a chat where it has a template, else a completion.
+
+    A key is written out only where ``show_key``, for a terminal; in what may be a log file the shell is to put in ``$JAXSERVE_API_KEY``.
+    """
     body: dict[str, object] = {"model": config.server.served_model_name or engine.model_name}
     if engine.tokenizer.chat_template is not None:
         path = "/v1/chat/completions"
@@ -126,9 +129,10 @@ def curl_line(config: Config, engine: ServedEngine, port: int) -> str:
         path = "/v1/completions"
         body |= {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
     parts = ["curl", "-s", _url(config.server.host, port) + path, "-H", "Content-Type: application/json"]
+    line = shlex.join(parts)
     if config.server.api_keys:
-        parts += ["-H", f"Authorization: Bearer {config.server.api_keys[0]}"]
-    return shlex.join([*parts, "-d", json.dumps(body, ensure_ascii=False)])
+        line += " -H " + (shlex.quote(f"Authorization: Bearer {config.server.api_keys[0]}") if show_key else '"Authorization: Bearer $JAXSERVE_API_KEY"')
+    return f"{line} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
 
 
 def _url(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""``jaxserve convert``: a checkpoint in the format that loads fastest."""
+"""``jaxserve convert``: a model in any format as one self-contained Orbax checkpoint."""
 
 from __future__ import annotations
 

@@ -75,6 +75,8 @@ class DeviceRunner:
         """
         started = time.monotonic()
         buckets = self.buckets.all()
+        if progress is not None:
+            progress(0, len(buckets))
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="compile") as executor:
             # The largest first: they take longest, and nothing long is left for the end.
             futures = [executor.submit(self._compile, bucket) for bucket in reversed(buckets)]

@@ -196,5 +196,8 @@ def _response(output: RequestOutput) -> pb.GenerateResponse:
 
 
 def _numbers(stats: Any) -> dict[str, float]:
-    """The numbers of a stats dataclass by field name."""
-    return {name: float(value) for name, value in dataclasses.asdict(stats).items() if isinstance(value, (int, float))}
+    """The numbers of a stats dataclass by field name; those of a mapping by field and key, as in ``finished_stop``."""
+    numbers: dict[str, float] = {}
+    for name, value in dataclasses.asdict(stats).items():
+        numbers |= {f"{name}_{key}": float(count) for key, count in value.items()} if isinstance(value, dict) else {name: float(value)}
+    return numbers

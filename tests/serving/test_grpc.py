@@ -170,7 +170,7 @@ def test_infos() -> None:
         assert (model.model, model.max_model_len, model.vocab_size, model.has_chat_template) == ("fake", 512, 258, True)
         server = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert server.state == "ready"
-        assert server.stats["num_running"] == 0
+        assert server.stats["num_running"] == 0 and server.stats["finished_abort"] == 0
 
     with_stub(scenario)
 

@@ -180,7 +180,7 @@ def test_http_alone() -> None:
     ],
 )
 def test_curl_line(fields: dict[str, Any], template: str | None, has: list[str], lacks: list[str]) -> None:
-    line = curl_line(server_config(**fields), FakeAsyncEngine(chat_template=template), 80)
+    line = curl_line(server_config(**fields), FakeAsyncEngine(chat_template=template), 80, show_key=True)
     assert "\n" not in line
     assert all(part in line for part in has)
     assert not any(part in line for part in lacks)
@@ -193,7 +193,7 @@ def test_the_curl_line_can_be_pasted_into_a_shell(template: str | None) -> None:
         config = server_config(api_keys=("a key's",), served_model_name="it's")
         engine = FakeAsyncEngine(chat_template=template)
         async with http_server(engine, config) as port:
-            shell = await asyncio.create_subprocess_shell(curl_line(config, engine, port), stdout=subprocess.PIPE)
+            shell = await asyncio.create_subprocess_shell(curl_line(config, engine, port, show_key=True), stdout=subprocess.PIPE)
             return (await shell.communicate())[0]
 
     assert json.loads(asyncio.run(run()))["choices"][0]["finish_reason"] == "length"
@@ -256,3 +256,8 @@ def test_serving_imports_no_jax() -> None:
 
 def test_config_defaults_serve_both_ports() -> None:
     assert (Config().server.port, Config().server.grpc_port) == (8000, 8001)
+
+
+def test_a_log_file_holds_no_key() -> None:
+    line = curl_line(server_config(api_keys=("secret",)), FakeAsyncEngine(), 80, show_key=False)
+    assert "secret" not in line and '"Authorization: Bearer $JAXSERVE_API_KEY"' in line
