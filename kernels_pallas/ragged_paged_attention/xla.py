@@ -117,13 +117,17 @@ def _query_block_sizes(num_tokens: int) -> tuple[int, ...]:
 
 
 def _write(k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, layer: Array, num_pages: int, page_size: int) -> KVPool:
-    """One scatter of rows each; the reshapes are bitcasts, so the donated pool is updated in place."""
+    """One scatter of rows each; the reshapes are bitcasts, so the donated pool is updated in place.
+
+    What is not finite is written as 0. A stale slot has weight 0, and 0 times NaN would carry one request's overflow into the next owner of its page.
+    """
     slots_per_layer = num_pages * page_size
     slots = jnp.where(batch.slots_T < slots_per_layer, batch.slots_T + layer * slots_per_layer, jnp.iinfo(jnp.int32).max)
 
     def write(array: Array, new_TKH: Array) -> Array:
         rows = array.reshape(-1, new_TKH.shape[1] * new_TKH.shape[2])
-        rows = rows.at[slots].set(new_TKH.reshape(new_TKH.shape[0], -1).astype(array.dtype), mode="drop")
+        new_rows = new_TKH.reshape(new_TKH.shape[0], -1).astype(array.dtype)
+        rows = rows.at[slots].set(jnp.where(jnp.isfinite(new_rows), new_rows, 0), mode="drop")
         return rows.reshape(array.shape)
 
     return KVPool(write(pool.k, k_TKH), write(pool.v, v_TKH))

@@ -89,5 +89,17 @@ def test_padding_writes_to_no_page(engine: Engine) -> None:
     assert written.sum() == 4, "three prompt tokens and the first generated one have keys; nothing else does"
 
 
+def test_one_requests_nan_does_not_reach_the_next_owner_of_its_pages() -> None:
+    """A page is reused with the old owner's slots in it; their weight is 0, but 0 times NaN is NaN."""
+    engine = tiny_engine(num_pages=12, max_num_seqs=2)
+    runner = runner_of(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    want = run(engine, [([5, 6, 7], params)])
+    healthy, runner._params = runner._params, jax.tree.map(lambda array: array * np.nan, runner._params)
+    run(engine, [(list(range(80)), params), (list(range(7)), params)])
+    runner._params = healthy
+    assert run(engine, [([5, 6, 7], params)]) == want
+
+
 def _explode(*_arguments: object) -> None:
     raise RuntimeError("device lost")
