@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxserve.request import Request, RequestOutput, SamplingParams
@@ -55,8 +55,12 @@ class ServedEngine(Protocol):
         """
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """The request's outputs; the last one has a finish reason."""
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """The request's outputs; the last one has a finish reason. Closing it earlier aborts the request.
+
+        Raises:
+            InvalidRequestError: The request's id is in flight already.
+        """
         ...
 
     def abort(self, request_id: str) -> bool:

@@ -181,18 +181,15 @@ class InferenceService:
         """The request's outputs up to the one with a finish reason. Leaving early, by any way, aborts it.
 
         Raises:
+            InvalidRequestError: The request's id is in flight already.
             EngineError: The engine could not finish it.
         """
-        finished = False
-        try:
-            async for output in self.engine.generate(request):
-                finished = output.finish_reason is not None
+        # Closed, not aborted by id: where the id was refused, it is another request's.
+        async with contextlib.aclosing(self.engine.generate(request)) as outputs:
+            async for output in outputs:
                 if output.finish_reason == "error":
                     raise EngineError(output.error or "the engine failed while it ran this request")
                 yield output
-        finally:
-            if not finished:
-                self.engine.abort(request.request_id)
 
     async def run_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The outputs of several requests that run side by side, each with the index of its request. One failure ends them all."""

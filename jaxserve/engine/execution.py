@@ -14,7 +14,7 @@ from jaxserve.models.params import LayersForm
 _TOKEN_COUNTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Steps of 1.33 to 2: a step costs what its bucket costs, so padding wastes a sixth on average; with powers of two it was a quarter."""
 _ROW_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-_FEW_TOKEN_COUNTS = (64, 512, 2048, 8192)
+_FEW_TOKEN_COUNTS = (32, 128, 512, 2048, 8192)
 _FEW_ROW_COUNTS = (2, 8, 32, 128, 512)
 
 

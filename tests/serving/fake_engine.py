@@ -107,6 +107,8 @@ class FakeAsyncEngine:
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if self.state == "dead":
             raise EngineDeadError("dead")
+        if request.request_id in self.running:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in flight already", param="request_id")
         self.requests.append(request)
         stopped = self.running[request.request_id] = asyncio.Event()
         num_tokens = request.params.max_tokens or self.max_model_len - len(request.prompt_token_ids)
@@ -126,6 +128,9 @@ class FakeAsyncEngine:
                 yield self._output(request, index + 1, "" if stop else letter, reason, stop_reason=stop)
                 if last:
                     return
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(request.request_id)
+            raise
         finally:
             del self.running[request.request_id]
 

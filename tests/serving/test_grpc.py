@@ -198,6 +198,21 @@ def test_cancelling_a_call_frees_its_request() -> None:
     with_stub(scenario, engine)
 
 
+def test_an_id_in_flight_is_refused_and_its_owner_runs_on() -> None:
+    engine = FakeAsyncEngine(step_s=0.01)
+
+    async def scenario(stub: Stub) -> None:
+        request = pb.GenerateRequest(text="hi", request_id="one", max_tokens=20)
+        owner = aiter(stub.Generate(request))
+        await anext(owner)
+        status, message, _ = await refusal_of(generate(stub, text="hi", request_id="one"))
+        assert status == grpc.StatusCode.INVALID_ARGUMENT and "in flight already" in message
+        assert [response.finish_reason async for response in owner][-1] == "length"
+        assert engine.aborted == []
+
+    with_stub(scenario, engine)
+
+
 def test_abort_ends_a_generation_with_a_last_response() -> None:
     engine = FakeAsyncEngine(step_s=0.01, max_model_len=4096)
 

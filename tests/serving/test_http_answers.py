@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from typing import Any
@@ -230,10 +231,11 @@ def test_an_error_before_the_first_event_has_its_own_status() -> None:
 def test_one_prompt_that_fails_ends_the_others() -> None:
     class FailsSecond(FakeAsyncEngine):
         async def generate(self, request: Any) -> Any:
-            async for output in super().generate(request):
-                yield output
-                if request.request_id.endswith("-1"):
-                    raise EngineError("the second failed")
+            async with contextlib.aclosing(super().generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
+                    if request.request_id.endswith("-1"):
+                        raise EngineError("the second failed")
 
     engine = FailsSecond(step_s=0.01)
     assert ask("POST", COMPLETIONS, engine=engine, json={"prompt": ["a", "b", "c"], "max_tokens": 400}).status_code == 500
