@@ -29,7 +29,7 @@ class Between:
     open_low: bool = False
 
     def admits(self, value: Any) -> bool:
-        return math.isfinite(value) and self.low <= value <= self.high and not (self.open_low and value == self.low)
+        return self.low <= value <= self.high and value != math.inf and not (self.open_low and value == self.low)  # NaN is in no range
 
     def __str__(self) -> str:
         if self.high == math.inf:

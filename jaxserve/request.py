@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -64,6 +63,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_int(self.max_tokens, "max_tokens", low=1, high=2**31 - 1)
         _check_stops(self.stop, self.stop_token_ids)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false, got {getattr(self, name)!r:.80}", param=name)
 
     @property
     def greedy(self) -> bool:
@@ -126,7 +128,7 @@ def _check_number(value: object, name: str, *, low: float, high: float, open_low
     bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequestError(f"{name} must be a number in {bounds}, got {value!r}", param=name)
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):  # NaN is in no range
         raise InvalidRequestError(f"{name} must be in {bounds}, got {value!r}", param=name)
 
 
@@ -138,6 +140,8 @@ def _check_int(value: object, name: str, *, low: int, high: int) -> None:
 
 
 def _check_stops(stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> None:
+    if isinstance(stop, str):  # a sequence of its characters, which nobody means
+        raise InvalidRequestError(f"stop must be a tuple of strings, got the string {stop!r:.80}", param="stop")
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
     for text in stop:

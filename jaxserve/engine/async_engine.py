@@ -168,11 +168,11 @@ class AsyncEngine:
             EngineNotReadyError: The engine is starting or draining.
             EngineDeadError: The engine is dead.
         """
+        self._loop = asyncio.get_running_loop()  # before the check: an engine that dies after it must find the loop, to end this stream
         self._admitting()
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in flight already", param="request_id")
-        self._loop = asyncio.get_running_loop()
         stream = self._streams[request_id] = _Stream(request)
         self._no_streams.clear()
         self._commands.put(functools.partial(self._add, stream))

@@ -106,6 +106,7 @@ def test_secrets_stay_out_and_their_placeholder_is_no_key(tmp_path: Path) -> Non
         ("engine.token_buckets=32,16", "engine.token_buckets is (32, 16); must be positive and strictly ascending"),
         ("engine.token_buckets=16,x", "engine.token_buckets[1] is 'x'; must be a whole number"),
         ("server.port=65536", "server.port is 65536; must be in [0, 65535]"),
+        (f"server.port={10**400}", "must be in [0, 65535]"),
         ("server.grpc_port=8000", "server.grpc_port is 8000; must differ from server.port"),
         ("server.api_keys=a,,b", "server.api_keys is ('a', '', 'b'); must be without blanks around it and not empty"),
         ("server.host=", "server.host is ''; must be without blanks around it and not empty"),

@@ -302,3 +302,11 @@ class TestParams:
         with pytest.raises(InvalidRequestError, match=field) as caught:
             resolve_params({field: value}, {})
         assert caught.value.param == field
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("stop", "end"), ("ignore_eos", "false"), ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 10**400)]
+    )
+    def test_parameters_made_in_python_are_checked_too(self, field: str, value: Any) -> None:
+        with pytest.raises(InvalidRequestError, match=field) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field
