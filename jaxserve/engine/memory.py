@@ -12,6 +12,13 @@ from typing import Any
 from jaxserve.errors import ConfigError
 
 
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
+"""Limit, use and statistics of control groups of version 2 and 1, and what begins the names in the statistics."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Memory of a device, or of the host where the device has none of its own, in bytes: of all, and free now."""
@@ -52,10 +59,14 @@ def _host_memory() -> Memory:
         raise ConfigError("this host does not tell its free memory; set cache.num_pages") from error
 
 
-def _cgroup_memory() -> Memory:
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        total = int(limit.read_text())
-        return Memory(total, total - int(usage.read_text()))
-    except (OSError, ValueError):  # No control group, or one without a limit ("max").
-        return Memory(2**63 - 1, 2**63 - 1)
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> Memory:
+    """Of the process's control group, version 2 or 1. Its page cache counts as free: the checkpoint was just read through it."""
+    for limit, usage, stat, prefix in _CGROUP_FILES:
+        try:
+            total, used = int((root / limit).read_text()), int((root / usage).read_text())
+            fields = dict(line.split() for line in (root / stat).read_text().splitlines())
+            cache = int(fields[f"{prefix}active_file"]) + int(fields[f"{prefix}inactive_file"])
+        except (OSError, ValueError, KeyError):  # Not that version, or no limit ("max").
+            continue
+        return Memory(total, total - used + cache)
+    return Memory(2**63 - 1, 2**63 - 1)
