@@ -12,6 +12,8 @@ from jaxserve.errors import ModelUnavailableError
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 ALLOWED_FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "*.jinja")
 """No pickles, no code."""
+IGNORED_FILES = ("consolidated*",)
+"""The same weights once more under their authors' own names, as in Mistral's repositories."""
 
 
 def fetch_from_hub(repo_id: str, revision: str | None) -> tuple[Path, str]:
@@ -30,7 +32,8 @@ def fetch_from_hub(repo_id: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download  # half a second, and only hub ids need it
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": list(ALLOWED_FILES), "endpoint": os.environ.get("HF_ENDPOINT") or None}
+    files = {"allow_patterns": list(ALLOWED_FILES), "ignore_patterns": list(IGNORED_FILES)}
+    options: dict[str, Any] = {"revision": revision, **files, "endpoint": os.environ.get("HF_ENDPOINT") or None}
     what = f"{repo_id} (revision {revision})" if revision else repo_id
     try:
         folder = Path(snapshot_download(repo_id, **options))

@@ -210,6 +210,7 @@ HUB_FILES = {
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"hi",
     "pytorch_model.bin": b"a pickle",
+    "consolidated.safetensors": b"the weights again",
     "modeling.py": b"raise SystemExit",
 }
 
