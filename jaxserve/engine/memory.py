@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
-
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", ""),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
