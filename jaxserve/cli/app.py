@@ -74,9 +74,9 @@ def _report(error: Exception) -> int:
         traceback.print_exc()
     expected = isinstance(error, JaxserveError | OSError)
     hint = "" if expected else " (this is a bug; --debug prints the traceback)"
-    print(f"error: {_first_line(error) if expected else f'{type(error).__name__}: {_first_line(error)}'}{hint}", file=sys.stderr)
+    print(f"error: {_message(error) if expected else f'{type(error).__name__}: {_message(error)}'}{hint}", file=sys.stderr)
     return USAGE_STATUS if isinstance(error, ConfigError | InvalidRequestError) else FAILURE_STATUS
 
 
-def _first_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
