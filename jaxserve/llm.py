@@ -194,8 +194,12 @@ def _override(config: Config, settings: Mapping[str, Any]) -> Config:
     if not settings:
         return config
     values: dict[str, Any] = dataclasses.asdict(config)
-    flat = {f"{section}.{name}": value for section, fields in values.items() if isinstance(fields, dict) for name, value in fields.items()}
-    flat |= {name: value for name, value in values.items() if not isinstance(value, dict)}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in cast("dict[str, Any]", value).items()}
+        else:
+            flat[name] = value
     return from_mapping(flat | dict(settings))
 
 

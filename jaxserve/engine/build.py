@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from typing import Any
@@ -77,6 +78,7 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
         memory=device_memory(device),
         is_cpu=device.platform == "cpu",
     )
+    buckets = dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
     _log_what_fits(params, plan, max_model_len)
     runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs)
     if config.engine.warmup:

@@ -120,7 +120,7 @@ class OutputProcessor:
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer, eos_token_ids: frozenset[int], max_tokens: int) -> None:
         self._detokenizer = detokenizer
-        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._include_stop = params.include_stop_str_in_output
         self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None

@@ -41,7 +41,9 @@ def sample(logits_BV: Float[Array, "B V"], params: SamplingArrays) -> Int32[Arra
     greedy_B = _argmax(chunked)
 
     def draw() -> Array:
-        return jnp.where(params.temperature_B > 0, _draw(chunked, params), greedy_B)
+        # Logits that are NaN draw nothing in particular, but an id of the vocabulary.
+        drawn_B = jnp.minimum(_draw(chunked, params), logits_BV.shape[1] - 1)
+        return jnp.where(params.temperature_B > 0, drawn_B, greedy_B)
 
     return lax.cond(jnp.any(params.temperature_B > 0), draw, lambda: greedy_B)
 

@@ -20,7 +20,7 @@ from jaxserve.models.params import Params
 class Carry(NamedTuple):
     """What stays on the device between steps because the next step may need it before the host has seen it. One entry a sequence slot."""
 
-    last_token_S: Int32[Array, "S"]
+    last_token: Int32[Array, "slots"]
 
 
 class StepInput(NamedTuple):
@@ -72,12 +72,12 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
                 soft_cap=spec.attention_soft_cap, decode_only=bucket.decode_only, implementation=attention,
             )  # fmt: skip
 
-        carried_T = carry.last_token_S.at[batch.slot_B[batch.row_T]].get(mode="clip")
+        carried_T = carry.last_token.at[batch.slot_B[batch.row_T]].get(mode="clip")
         token_ids_T = jnp.where(batch.token_ids_T == FROM_CARRY, carried_T, batch.token_ids_T)
         x_TD, pool = model.forward(params, token_ids_T, batch.ragged.positions_T, pool, attend)
         logits_BV = model.logits(params, x_TD[batch.last_token_B])
         token_ids_B = sample(logits_BV, batch.sampling)
-        return pool, Carry(carry.last_token_S.at[batch.slot_B].set(token_ids_B, mode="drop")), token_ids_B
+        return pool, Carry(carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop")), token_ids_B
 
     return step
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import DeviceRunner
+from jaxserve.models.spec import LayerSpec
 from jaxserve.request import SamplingParams
 from tests.engine.tiny import MAX_POSITION, run, tiny_engine, tiny_spec
 
@@ -58,6 +59,29 @@ def test_temporaries_stay_small_beside_the_pool() -> None:
     temp_bytes = runner.temp_bytes()
     assert set(temp_bytes) == set(runner.buckets.all())
     assert max(temp_bytes.values()) < pool_bytes / 10, {bucket: size / pool_bytes for bucket, size in temp_bytes.items()}
+
+
+def test_the_program_of_a_bucket_does_not_grow_with_layers() -> None:
+    """Scanned layers: the compiled step of 4, 32 and 80 layers has the same instructions, so it takes the same time to compile."""
+
+    def num_instructions(num_layers: int) -> int:
+        engine = tiny_engine(spec=tiny_spec(num_layers=num_layers, layers=(LayerSpec(),) * num_layers))
+        runner = runner_of(engine)
+        return runner._compile(runner.buckets.all()[-1]).as_text().count(" = ")
+
+    counts = [num_instructions(num_layers) for num_layers in (4, 32, 80)]
+    assert max(counts) <= min(counts) * 1.02, counts
+
+
+def test_nan_logits_draw_an_id_of_the_vocabulary(engine: Engine) -> None:
+    runner = runner_of(engine)
+    healthy, runner._params = runner._params, jax.tree.map(lambda array: array * np.nan, runner._params)
+    try:
+        params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True)
+        (tokens,) = run(engine, [([1, 2, 3], params)])
+    finally:
+        runner._params = healthy
+    assert all(0 <= token < tiny_spec().vocab_size for token in tokens)
 
 
 def test_the_pool_is_updated_in_place(engine: Engine) -> None:
