@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -54,6 +55,7 @@ def tiny_engine(
     max_tokens_per_step: int = 32,
     token_buckets: tuple[int, ...] = (8, 32),
     warmup: bool = False,
+    layers: Literal["auto", "scan", "unroll"] = "auto",
     spec: ModelSpec | None = None,
     attention: str = "xla",
 ) -> Engine:
@@ -62,7 +64,7 @@ def tiny_engine(
     config = Config(
         cache=CacheConfig(page_size=page_size, num_pages=num_pages),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step),
-        engine=EngineConfig(token_buckets=token_buckets, sequence_buckets=(2, 4, 8)),
+        engine=EngineConfig(layers=layers, token_buckets=token_buckets, sequence_buckets=(2, 4, 8)),
     )
     execution = choose_execution(config, "cpu")
     model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers)
