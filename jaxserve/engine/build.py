@@ -96,18 +96,15 @@ def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkp
 
 
 def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any) -> Implementation:
-    """The implementation that serves every bucket."""
+    """The first implementation that serves every bucket."""
     shape = PoolShape(
         num_layers=model.spec.num_layers, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, num_kv_heads=model.spec.num_kv_heads,
         head_dim=model.spec.head_dim, dtype=kv_dtype,
     )  # fmt: skip
     try:
-        attention = choose_implementation(config.engine.attention, attention_problem(model, buckets.all()[-1], shape))
-        for bucket in buckets.all():
-            choose_implementation(attention, attention_problem(model, bucket, shape))
+        return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape) for bucket in buckets.all()))
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
-    return attention
 
 
 def _max_model_len(config: Config, checkpoint: Checkpoint) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = [
     "IMPLEMENTATIONS", "NO_WINDOW", "Implementation", "KVPool", "KVScales", "PoolShape", "Problem", "RaggedBatch",
     "choose_implementation", "make_problem", "ragged_paged_attention",
 ]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation
@@ -157,19 +160,19 @@ def make_problem(
     )  # fmt: skip
 
 
-def choose_implementation(implementation: str | Implementation, problem: Problem) -> Implementation:
-    """The implementation to use.
+def choose_implementation(implementation: str | Implementation, *problems: Problem) -> Implementation:
+    """The implementation to use: one for all problems, since the pool's layout belongs to it.
 
     Args:
-        implementation: A name, an implementation, or ``auto``: the platform's kernel where it serves the problem, else ``xla``.
-        problem: What it has to serve.
+        implementation: A name, an implementation, or ``auto``: the platform's kernel where it serves all problems, else ``xla``, with a logged warning.
+        problems: What it has to serve, for instance each bucket of an engine; at least one.
 
     Raises:
         ValueError: The name is unknown.
-        NotImplementedError: It cannot serve the problem.
+        NotImplementedError: It cannot serve one of the problems.
     """
     if implementation == "auto":
-        kernel = {"tpu": "pallas_tpu", "gpu": "pallas_gpu", "cpu": "xla"}[problem.target.platform]
+        kernel = {"tpu": "pallas_tpu", "gpu": "pallas_gpu", "cpu": "xla"}[problems[0].target.platform]
         candidates = [IMPLEMENTATIONS[name] for name in dict.fromkeys((kernel, "xla"))]
     elif isinstance(implementation, Implementation):
         candidates = [implementation]
@@ -177,10 +180,12 @@ def choose_implementation(implementation: str | Implementation, problem: Problem
         candidates = [IMPLEMENTATIONS[implementation]]
     else:
         raise ValueError(f"attention implementation {implementation!r} is unknown; allowed are auto, {', '.join(IMPLEMENTATIONS)}")
-    reasons = []
+    reasons: list[str] = []
     for candidate in candidates:
-        reason = candidate.refusal(problem)
+        reason = next((reason for reason in map(candidate.refusal, problems) if reason is not None), None)
         if reason is None:
+            if reasons:
+                logger.warning("attention by %s, which is slower: %s", candidate.name, "; ".join(reasons))
             return candidate
         reasons.append(f"{candidate.name}: {reason}")
     raise NotImplementedError(f"no attention implementation serves this: {'; '.join(reasons)}")

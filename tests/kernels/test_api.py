@@ -100,6 +100,18 @@ def test_auto_takes_the_platforms_kernel_and_falls_back():
         assert api.choose_implementation("auto", problem(target=Target(platform, ""), page_size=4)).name == "xla"
 
 
+def test_auto_takes_one_implementation_that_serves_all_buckets(caplog):
+    target = Target("tpu", "TPU v6 lite")
+    small, large = problem(target=target), problem(target=target, table_width=100_000)
+    assert api.choose_implementation("auto", small, small).name == "pallas_tpu"
+    for problems in ((small, large), (large, small)):
+        caplog.clear()
+        assert api.choose_implementation("auto", *problems).name == "xla"
+        assert "pallas_tpu: its tables" in caplog.text
+        with pytest.raises(NotImplementedError, match="pallas_tpu: its tables"):
+            api.choose_implementation("pallas_tpu", *problems)
+
+
 def test_chips_are_told_apart():
     kinds = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
     assert {kind: find_chip(Target("tpu", kind), "tpu").name for kind in kinds} == kinds
