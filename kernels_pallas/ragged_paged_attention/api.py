@@ -22,6 +22,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
     PoolShape,
     Problem,
     RaggedBatch,
+    is_quantised,
 )  # fmt: skip
 from jaxserve.kernels_pallas.target import Target, current_target
 
@@ -211,7 +212,7 @@ def _check_arrays(
     if sinks_N is not None:
         arrays["sinks_N"] = (sinks_N, (N,), sinks_N.dtype)
     if kv_scales is not None:
-        if jnp.dtype(shape.dtype) not in (jnp.int8, jnp.float8_e4m3fn):
+        if not is_quantised(shape.dtype):
             raise ValueError(f"kv_scales are for pools of int8 or float8_e4m3fn; this pool is {jnp.dtype(shape.dtype).name}")
         arrays["kv_scales.k_K"] = (kv_scales.k_K, (K,), jnp.float32)
         arrays["kv_scales.v_K"] = (kv_scales.v_K, (K,), jnp.float32)

@@ -148,9 +148,19 @@ class Implementation:
     unpack: Callable[[KVPool, PoolShape], tuple[Array, Array]]
 
 
+def is_quantised(dtype: Any) -> bool:
+    """Whether a pool of this dtype has a scale for each key head."""
+    return jnp.dtype(dtype) in (jnp.int8, jnp.float8_e4m3fn)
+
+
+def byte_dtype(dtype: Any) -> Any:
+    """The dtype of a pool's array: uint8 for float8_e4m3fn, which jax 0.10 and older chips cannot load or scatter; any other is itself."""
+    return jnp.uint8 if jnp.dtype(dtype) == jnp.float8_e4m3fn else jnp.dtype(dtype)
+
+
 def quantise(x_TKH: Float[Array, "T K H"], scale_K: Float32[Array, "K"] | None, dtype: Any) -> Array:
     """Values as the pool stores them: divided by their head's scale, rounded to nearest even and saturated for int8 and float8, a plain cast otherwise."""
-    if dtype not in (jnp.int8, jnp.float8_e4m3fn):
+    if not is_quantised(dtype):
         return x_TKH.astype(dtype)
     x = x_TKH.astype(jnp.float32)
     if scale_K is not None:

@@ -20,6 +20,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
     PoolShape,
     Problem,
     RaggedBatch,
+    byte_dtype,
     quantise,
 )
 from jaxserve.kernels_pallas.ragged_paged_attention.gpu_kernels import PrefillWork, decode, merge, plan_prefill, prefill
@@ -51,8 +52,8 @@ def make_implementation(*, interpret: bool | None = None, tiles: Tiles | None = 
 
 def init_pool(shape: PoolShape) -> KVPool:
     """``[L*P*Z, K, H]`` each for keys and values. float8 is stored as uint8: Triton for chips before 9.0 has no such type, and jax 0.10 aborts on it."""
-    dtype = jnp.uint8 if jnp.dtype(shape.dtype) == jnp.float8_e4m3fn else shape.dtype
-    array = jax.ShapeDtypeStruct((shape.num_layers * shape.num_pages * shape.page_size, shape.num_kv_heads, shape.head_dim), dtype)
+    slots = shape.num_layers * shape.num_pages * shape.page_size
+    array = jax.ShapeDtypeStruct((slots, shape.num_kv_heads, shape.head_dim), byte_dtype(shape.dtype))
     return KVPool(array, array)
 
 

@@ -6,7 +6,7 @@ and values (PagedAttention, arXiv:2309.06180). Loop bounds are data: a step pays
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.dims import ceil_div, round_up
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, PoolShape, RaggedBatch
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, KVScales, PoolShape, RaggedBatch, byte_dtype, is_quantised, quantise
 from jaxserve.kernels_pallas.row_sum import row_sum
 
 KEY_BLOCK = 256
@@ -46,7 +46,8 @@ def init_pool(shape: PoolShape) -> KVPool:
 
     Two dimensions, a page a row: XLA's CPU gather runs on one thread and took 12.5 ms from this shape against 34 from ``[L*P, Z, K, H]``.
     """
-    array = jax.ShapeDtypeStruct((shape.num_layers * shape.num_pages, shape.page_size * shape.num_kv_heads * shape.head_dim), shape.dtype)
+    rows = (shape.num_layers * shape.num_pages, shape.page_size * shape.num_kv_heads * shape.head_dim)
+    array = jax.ShapeDtypeStruct(rows, byte_dtype(shape.dtype))
     return KVPool(array, array)
 
 
@@ -95,42 +96,60 @@ def attend(
     scale: float,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
+    kv_scales: KVScales | None = None,
 ) -> tuple[Float[Array, "T N H"], KVPool]:
     """Writes the new keys and values to the pool, then attends. See ``api.ragged_paged_attention`` for the contract.
 
     Bytes moved: each live page once for every group of ``DECODE_GROUP`` decodes or query block that reads it, and copied once by the gather.
     """
     layer = jnp.asarray(layer, jnp.int32)
-    pool = _write(k_TKH, v_TKH, pool, batch, layer, num_pages, page_size)
-    reader = _Reader(pool, batch, layer, jnp.asarray(window, jnp.int32), num_pages, page_size, k_TKH.shape[1], q_TNH.shape, scale, soft_cap, sinks_N)
+    pool = _write(k_TKH, v_TKH, pool, batch, layer, num_pages, page_size, kv_scales)
+    reader = _Reader(pool, batch, layer, jnp.asarray(window, jnp.int32), num_pages, page_size, k_TKH.shape[1], q_TNH, scale, soft_cap, sinks_N)
     num_tokens = q_TNH.shape[0]
     padding = max(_query_block_sizes(num_tokens)[0], reader.decode_group)
-    q_padded = jnp.pad(q_TNH, ((0, padding), (0, 0), (0, 0))).astype(pool.k.dtype)
+    q_scaled = q_TNH if kv_scales is None else _scale_heads(q_TNH, kv_scales.k_K)
+    q_padded = jnp.pad(q_scaled, ((0, padding), (0, 0), (0, 0))).astype(reader.dtype)
     out = reader.decode(q_padded, jnp.zeros_like(q_padded))
     for size, blocks in zip(_query_block_sizes(num_tokens), work.query_blocks, strict=False):  # None for a decode-only step.
         out = reader.prefill(q_padded, out, blocks, size)
-    return out[:num_tokens].astype(q_TNH.dtype), pool
+    out_TNH = out[:num_tokens] if kv_scales is None else _scale_heads(out[:num_tokens], kv_scales.v_K)
+    return out_TNH.astype(q_TNH.dtype), pool
+
+
+def _scale_heads(x_TNH: Array, scale_K: Array) -> Array:
+    """Each query head times the scale of its key head."""
+    return (x_TNH * jnp.repeat(scale_K, x_TNH.shape[1] // scale_K.shape[0])[:, None]).astype(x_TNH.dtype)
 
 
 def _query_block_sizes(num_tokens: int) -> tuple[int, ...]:
     return tuple(size for size in QUERY_BLOCKS if size <= num_tokens) or (round_up(num_tokens, 2),)
 
 
-def _write(k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, layer: Array, num_pages: int, page_size: int) -> KVPool:
+def _write(
+    k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, layer: Array, num_pages: int, page_size: int, kv_scales: KVScales | None
+) -> KVPool:  # fmt: skip
     """One scatter of rows each; the reshapes are bitcasts, so the donated pool is updated in place.
 
     What is not finite is written as 0. A stale slot has weight 0, and 0 times NaN would carry one request's overflow into the next owner of its page.
     """
     slots_per_layer = num_pages * page_size
     slots = jnp.where(batch.slots_T < slots_per_layer, batch.slots_T + layer * slots_per_layer, jnp.iinfo(jnp.int32).max)
+    dtype = _stored_dtype(pool)
 
-    def write(array: Array, new_TKH: Array) -> Array:
+    def write(array: Array, new_TKH: Array, scale_K: Array | None) -> Array:
         rows = array.reshape(-1, new_TKH.shape[1] * new_TKH.shape[2])
-        new_rows = new_TKH.reshape(new_TKH.shape[0], -1).astype(array.dtype)
-        rows = rows.at[slots].set(jnp.where(jnp.isfinite(new_rows), new_rows, 0), mode="drop")
+        new_rows = quantise(new_TKH, scale_K, dtype).reshape(new_TKH.shape[0], -1)
+        new_rows = lax.bitcast_convert_type(jnp.where(jnp.isfinite(new_rows), new_rows, 0), array.dtype)
+        rows = rows.at[slots].set(new_rows, mode="drop")
         return rows.reshape(array.shape)
 
-    return KVPool(write(pool.k, k_TKH), write(pool.v, v_TKH))
+    assert pool.v is not None
+    return KVPool(write(pool.k, k_TKH, kv_scales and kv_scales.k_K), write(pool.v, v_TKH, kv_scales and kv_scales.v_K))
+
+
+def _stored_dtype(pool: KVPool) -> Any:
+    """The dtype of the values in a pool, see ``contract.byte_dtype``."""
+    return jnp.dtype(jnp.float8_e4m3fn) if pool.k.dtype == jnp.uint8 else pool.k.dtype
 
 
 class _Reader:
@@ -138,11 +157,13 @@ class _Reader:
 
     def __init__(
         self, pool: KVPool, batch: RaggedBatch, layer: Array, window: Array, num_pages: int, page_size: int, num_kv_heads: int,
-        q_shape: tuple[int, ...], scale: float, soft_cap: float | None, sinks_N: Array | None,
+        q_TNH: Array, scale: float, soft_cap: float | None, sinks_N: Array | None,
     ) -> None:  # fmt: skip
-        _, self.N, self.H = q_shape
+        _, self.N, self.H = q_TNH.shape
         self.K, self.G = num_kv_heads, self.N // num_kv_heads
         self.pool, self.batch, self.window, self.scale, self.soft_cap = pool, batch, window, scale, soft_cap
+        self.stored_dtype = _stored_dtype(pool)
+        self.dtype = q_TNH.dtype if is_quantised(self.stored_dtype) else self.stored_dtype
         self.sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
         self.pages_per_block = max(1, KEY_BLOCK // page_size)
         self.block = self.pages_per_block * page_size
@@ -218,7 +239,8 @@ class _Reader:
 
     def _gather(self, array: Array, table: Array, j: Array) -> Array:
         pages = lax.dynamic_slice_in_dim(table, j * self.pages_per_block, self.pages_per_block, axis=1)
-        return array.at[pages.reshape(-1)].get(mode="promise_in_bounds")
+        rows = array.at[pages.reshape(-1)].get(mode="promise_in_bounds")
+        return lax.bitcast_convert_type(rows, self.stored_dtype).astype(self.dtype)
 
     def _logits(self, products: Array, visible: Array) -> Array:
         logits = products * self.scale

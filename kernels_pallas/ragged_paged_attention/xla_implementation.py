@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from jaxserve.kernels_pallas.ragged_paged_attention import xla
@@ -19,28 +19,26 @@ def _attend(
     q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, work: xla.Work, *, problem: Problem, layer: Any, window: Any,
     scale: float, soft_cap: float | None, sinks_N: Array | None, kv_scales: KVScales | None,
 ) -> tuple[Array, KVPool]:  # fmt: skip
-    assert kv_scales is None
     return xla.attend(
         q_TNH, k_TKH, v_TKH, pool, batch, work, layer=layer, window=window, num_pages=problem.pool.num_pages, page_size=problem.pool.page_size,
-        scale=scale, soft_cap=soft_cap, sinks_N=sinks_N,
+        scale=scale, soft_cap=soft_cap, sinks_N=sinks_N, kv_scales=kv_scales,
     )  # fmt: skip
 
 
-def _refusal(problem: Problem) -> str | None:
-    if jnp.dtype(problem.pool.dtype) in (jnp.int8, jnp.float8_e4m3fn):
-        return f"xla has no {jnp.dtype(problem.pool.dtype).name} pool; use bfloat16 or float32"
-    return None
+def _refusal(problem: Problem) -> None:
+    """It serves everything."""
+    del problem
 
 
 def _pack(k_PZKH: Array, v_PZKH: Array, shape: PoolShape) -> KVPool:
-    rows = xla.init_pool(shape).k.shape
-    return KVPool(k_PZKH.reshape(rows), v_PZKH.reshape(rows))
+    want = xla.init_pool(shape).k
+    return KVPool(*(lax.bitcast_convert_type(array, want.dtype).reshape(want.shape) for array in (k_PZKH, v_PZKH)))
 
 
 def _unpack(pool: KVPool, shape: PoolShape) -> tuple[Array, Array]:
     assert pool.v is not None
     logical = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    return pool.k.reshape(logical), pool.v.reshape(logical)
+    return lax.bitcast_convert_type(pool.k, shape.dtype).reshape(logical), lax.bitcast_convert_type(pool.v, shape.dtype).reshape(logical)
 
 
 IMPLEMENTATION = Implementation(
