@@ -13,11 +13,14 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import yaml
 
-from jaxserve.config_fields import Ascending, Between, NotBlank, PowerOfTwo, check, coerce
+from jaxserve.config_fields import Ascending, Between, Distinct, NotBlank, PowerOfTwo, check, coerce
 from jaxserve.config_yaml import read_yaml
 from jaxserve.errors import ConfigError
 
 REDACTED = "***"
+
+MeshAxis = Literal["data", "model"]
+"""Axes of the device mesh: ``data`` splits sequences, ``model`` splits each layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,26 +45,63 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices, and what each axis of the mesh counts. A mesh takes the first ``data * model`` devices.
+
+    Args:
+        data: Data ranks: each has its own sequences and pages; ``None`` is 1.
+        model: Model ranks: each has a part of every layer; ``None`` is 1 on CPU, elsewhere all devices that ``data`` leaves.
+        replicate_kv_heads: With more model ranks than KV heads, hold each head on several ranks: their keys and values, and the weights that make them,
+            then take that many times the memory. Otherwise such a mesh is refused.
+    """
+
+    data: Annotated[int, Between(1, 2**16)] | None = None
+    model: Annotated[int, Between(1, 2**16)] | None = None
+    replicate_kv_heads: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """Sharding rules: each logical axis of the parameters, and the mesh axes it is split over, in order; ``null`` or nothing replicates.
+
+    Any rule gives the same tokens; what it costs is what differs. The defaults need one reduction a block and gather no weights. ``vocab`` and ``kv_heads``
+    over ``model`` also split sampling and attention. ``data`` splits the weights over data ranks too, which gathers them in every step.
+
+    Args:
+        vocab: Rows of the embedding and of the output head.
+        kv_heads: KV heads, each with its group of query heads.
+        mlp: Width of the MLP.
+        width: Width of the residual stream.
+    """
+
+    vocab: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
+    kv_heads: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
+    mlp: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
+    width: Annotated[tuple[MeshAxis, ...], Distinct()] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV pool.
 
     Args:
         page_size: Slots (tokens) of one page.
-        num_pages: Pages of one layer; ``None`` sizes the pool from ``memory_fraction``.
+        num_pages: Pages of one layer and one data rank; ``None`` sizes the pool from ``memory_fraction``.
         memory_fraction: Share of the device's memory that the pool may take, as far as it is free, never more than all sequences at full length need;
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
         dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
+            ``fp8`` and ``float8_e4m3fn`` are the same: half of bfloat16's memory, 3 bits of mantissa, saturating at 448.
     """
 
     page_size: Annotated[int, Between(1, 256), PowerOfTwo()] = 16
     num_pages: Annotated[int, Between(1, 2**24)] | None = None
     memory_fraction: Annotated[float, Between(0, 1, open_low=True)] | None = None
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "fp8"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What runs in a step.
+    """What runs in a step. The limits are those of each data rank.
 
     Args:
         max_num_seqs: Most sequences in one step; also the number of sequence slots.
@@ -131,6 +171,8 @@ class Config:
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)

@@ -70,6 +70,17 @@ class NotBlank:
         return "without blanks around it and not empty"
 
 
+@dataclasses.dataclass(frozen=True)
+class Distinct:
+    """No entry twice; may be empty."""
+
+    def admits(self, value: Any) -> bool:
+        return len(set(value)) == len(value)
+
+    def __str__(self) -> str:
+        return "without the same entry twice"
+
+
 def coerce(value: object, annotation: Any, key: str) -> Any:
     """Reads ``value`` as ``annotation`` says: text from a file or a command line, or a Python value of the right type already.
 

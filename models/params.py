@@ -26,11 +26,13 @@ class Piece:
         name: Hugging Face tensor name; ``{layer}`` stands for the layer index.
         shape: The tensor's shape in the checkpoint.
         into: Index of the destination in one layer's parameter, one slice an axis; the first axes select, so leading rows of the tensor are leading rows there.
+        repeat: How often each leading row block of the tensor (one KV head) stands in the destination, side by side.
     """
 
     name: str
     shape: tuple[int, ...]
     into: tuple[slice, ...]
+    repeat: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,21 +96,23 @@ def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
         return ParamSpec(shape=(size,), axes=(None,), per_layer=per_layer, init=norm_init, pieces=whole(name, (size,)))
 
     specs: dict[str, ParamSpec] = {}
-    specs["embed"] = ParamSpec(shape=(V, D), axes=("vocab", None), per_layer=False, init="normal", pieces=whole("model.embed_tokens.weight", (V, D)))
+    specs["embed"] = ParamSpec(shape=(V, D), axes=("vocab", "width"), per_layer=False, init="normal", pieces=whole("model.embed_tokens.weight", (V, D)))
     attention = layer + "self_attn."
-    qkv_index = {"q": slice(0, G), "k": slice(G, G + 1), "v": slice(G + 1, G + 2)}
+    kv_rows, repeat = K // spec.kv_repeat, spec.kv_repeat
+    qkv = {"q": (slice(0, G), N, 1), "k": (slice(G, G + 1), kv_rows, repeat), "v": (slice(G + 1, G + 2), kv_rows, repeat)}
     specs["layers.input_norm"] = norm(layer + "input_layernorm.weight", D)
     specs["layers.qkv"] = ParamSpec(
-        shape=(K, G + 2, H, D), axes=("kv_heads", None, None, None), per_layer=True, init="normal",
+        shape=(K, G + 2, H, D), axes=("kv_heads", None, None, "width"), per_layer=True, init="normal",
         pieces=tuple(
-            Piece(name=f"{attention}{x}_proj.weight", shape=((N if x == "q" else K) * H, D), into=(full, index, full, full)) for x, index in qkv_index.items()
+            Piece(name=f"{attention}{x}_proj.weight", shape=(rows * H, D), into=(full, index, full, full), repeat=repeat)
+            for x, (index, rows, repeat) in qkv.items()
         ),
     )  # fmt: skip
     if spec.qkv_bias:
         specs["layers.qkv_bias"] = ParamSpec(
             shape=(K, G + 2, H), axes=("kv_heads", None, None), per_layer=True, init="zeros",
             pieces=tuple(
-                Piece(name=f"{attention}{x}_proj.bias", shape=((N if x == "q" else K) * H,), into=(full, index, full)) for x, index in qkv_index.items()
+                Piece(name=f"{attention}{x}_proj.bias", shape=(rows * H,), into=(full, index, full), repeat=repeat) for x, (index, rows, repeat) in qkv.items()
             ),
         )  # fmt: skip
     if spec.qk_norm:
@@ -116,7 +120,7 @@ def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
         specs["layers.k_norm"] = norm(attention + "k_norm.weight", H)
     specs["layers.o"] = ParamSpec(
         shape=(D, K, G, H),
-        axes=(None, "kv_heads", None, None),
+        axes=("width", "kv_heads", None, None),
         per_layer=True,
         init="normal",
         pieces=whole(attention + "o_proj.weight", (D, K, G, H), (D, N * H)),
@@ -131,10 +135,10 @@ def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
         specs["layers.mlp_norm"] = norm(layer + "post_attention_layernorm.weight", D)
     gate_up = {"gate": slice(0, 1), "up": slice(1, 2)}
     specs["layers.gate_up"] = ParamSpec(
-        shape=(2, F, D), axes=(None, "mlp", None), per_layer=True, init="normal",
+        shape=(2, F, D), axes=(None, "mlp", "width"), per_layer=True, init="normal",
         pieces=tuple(Piece(name=f"{layer}mlp.{x}_proj.weight", shape=(F, D), into=(index, full, full)) for x, index in gate_up.items()),
     )  # fmt: skip
-    specs["layers.down"] = ParamSpec(shape=(D, F), axes=(None, "mlp"), per_layer=True, init="normal", pieces=whole(layer + "mlp.down_proj.weight", (D, F)))
+    specs["layers.down"] = ParamSpec(shape=(D, F), axes=("width", "mlp"), per_layer=True, init="normal", pieces=whole(layer + "mlp.down_proj.weight", (D, F)))
     if spec.mlp_bias:
         specs["layers.gate_up_bias"] = ParamSpec(
             shape=(2, F), axes=(None, "mlp"), per_layer=True, init="zeros",
@@ -143,5 +147,5 @@ def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
         specs["layers.down_bias"] = ParamSpec(shape=(D,), axes=(None,), per_layer=True, init="zeros", pieces=whole(layer + "mlp.down_proj.bias", (D,)))
     specs["final_norm"] = norm("model.norm.weight", D, per_layer=False)
     if not spec.tied:
-        specs["head"] = ParamSpec(shape=(V, D), axes=("vocab", None), per_layer=False, init="normal", pieces=whole("lm_head.weight", (V, D)))
+        specs["head"] = ParamSpec(shape=(V, D), axes=("vocab", "width"), per_layer=False, init="normal", pieces=whole("lm_head.weight", (V, D)))
     return specs

@@ -42,7 +42,7 @@ class ModelSpec:
         width: D.
         num_layers: L.
         num_heads: N.
-        num_kv_heads: K; divides N.
+        num_kv_heads: K; divides N. Repeated heads are counted as often as they stand.
         head_dim: H.
         mlp_width: F.
         max_position: The model's context length in tokens.
@@ -63,6 +63,7 @@ class ModelSpec:
         final_soft_cap: The same on output logits.
         bos_token_id: Put before a prompt by the tokenizer, where the model has one.
         eos_token_ids: Any of these ends a generation.
+        kv_repeat: How often each KV head of the checkpoint stands, side by side, so that every model rank has one (``models.sharding.fit_kv_heads``).
     """
 
     family: str
@@ -91,6 +92,7 @@ class ModelSpec:
     final_soft_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    kv_repeat: int = 1
 
     @property
     def group_size(self) -> int:

@@ -33,7 +33,7 @@ def main() -> None:
     from rich.table import Table
 
     from jaxserve.engine.build import build_engine
-    from jaxserve.engine.schedule import Schedule, ScheduledSequence
+    from jaxserve.engine.schedule import RankSchedule, Schedule, ScheduledSequence
     from jaxserve.engine.sequence import Sequence
     from jaxserve.request import Request, SamplingParams
 
@@ -59,7 +59,7 @@ def main() -> None:
         if num_prefill:
             page_ids = iter(range(CONTEXT_LEN * 2, runner.num_pages))
             items.append(ScheduledSequence(sequence(31, num_prefill), 0, num_prefill, True))
-        schedule = Schedule(tuple(items), num_decodes, num_decodes + num_prefill)
+        schedule = Schedule((RankSchedule(tuple(items), num_decodes, num_decodes + num_prefill),))
         runner.dispatch(schedule).fetch()
         steps: list[float] = []
         hosts: list[float] = []

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from jaxserve.dims import ceil_div
-from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.schedule import RankSchedule, Schedule
 from jaxserve.engine.sequence import Sequence
 
 FROM_CARRY = -1
@@ -25,7 +25,7 @@ _LEAST_MIXED_ROWS = 8
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """The shapes that one compiled step serves.
+    """The shapes that one compiled step serves, of each data rank.
 
     Args:
         num_tokens: T, packed tokens.
@@ -41,7 +41,7 @@ class Bucket:
 
     @property
     def packed_size(self) -> int:
-        """Length of the packed int32 array: two counts, the token ids, then the rows' fields and page tables."""
+        """Length of a rank's packed int32 array: two counts, the token ids, then the rows' fields and page tables."""
         return 2 + self.num_tokens + self.num_rows * (len(ROW_FIELDS) + self.table_width)
 
 
@@ -66,12 +66,13 @@ class Buckets:
         mixed = {Bucket(tokens, min(rows, tokens), self.table_width, False) for tokens in self.mixed_tokens for rows in self.mixed_rows}
         return sorted(mixed | {Bucket(rows, rows, self.table_width, True) for rows in self.decode})
 
-    def choose(self, num_tokens: int, num_rows: int) -> Bucket:
-        """The smallest bucket that holds a step of ``num_tokens`` tokens in ``num_rows`` sequences. The scheduler's limits guarantee one."""
-        if num_tokens == num_rows:
+    def choose(self, ranks: SequenceOf[RankSchedule]) -> Bucket:
+        """The smallest bucket that holds each rank's part of a step. The scheduler's limits guarantee one."""
+        num_rows = max(len(rank.sequences) for rank in ranks)
+        if all(rank.num_tokens == len(rank.sequences) for rank in ranks):
             rows = _at_least(self.decode, num_rows)
             return Bucket(rows, rows, self.table_width, True)
-        tokens = _at_least(self.mixed_tokens, num_tokens)
+        tokens = _at_least(self.mixed_tokens, max(rank.num_tokens for rank in ranks))
         return Bucket(tokens, min(_at_least(self.mixed_rows, num_rows), tokens), self.table_width, False)
 
 
@@ -97,24 +98,36 @@ class BatchBuilder:
 
     Args:
         buckets: What a schedule is fitted to.
-        page_size: Slots of one page.
-        max_num_seqs: Sequence slots.
+        max_num_seqs: Sequence slots of one rank.
+        num_ranks: Data ranks.
     """
 
-    def __init__(self, buckets: Buckets, *, page_size: int, max_num_seqs: int) -> None:
+    def __init__(self, buckets: Buckets, *, max_num_seqs: int, num_ranks: int = 1) -> None:
         self._buckets = buckets
-        self._page_size = page_size
-        self._rows = np.zeros((max_num_seqs, len(ROW_FIELDS) + buckets.table_width), np.int32)
+        self._ranks = [_RankRows(buckets.table_width, max_num_seqs) for _ in range(num_ranks)]
+
+    def build(self, schedule: Schedule) -> tuple[Bucket, np.ndarray]:
+        """The bucket of a schedule that is not empty, and its packed array ``[ranks, X]``: a fresh one, for the device may still read the one before."""
+        bucket = self._buckets.choose(schedule.ranks)
+        packed = np.zeros((len(self._ranks), bucket.packed_size), np.int32)
+        for rows, rank, packed_X in zip(self._ranks, schedule.ranks, packed, strict=True):
+            rows.pack(rank, bucket, packed_X)
+        return bucket, packed
+
+
+class _RankRows:
+    """What one data rank's sequence slots hold: a packed row each."""
+
+    def __init__(self, table_width: int, max_num_seqs: int) -> None:
+        self._rows = np.zeros((max_num_seqs, len(ROW_FIELDS) + table_width), np.int32)
+        self._table_width = table_width
         self._owners: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
         self._num_pages = [0] * max_num_seqs
 
-    def build(self, schedule: Schedule) -> tuple[Bucket, np.ndarray]:
-        """The bucket of a schedule that is not empty, and its packed array: a fresh one, since the device may still read the one before."""
+    def pack(self, schedule: RankSchedule, bucket: Bucket, packed: np.ndarray) -> None:
+        """Writes the rank's part of a step into ``packed`` ``[X]``, which is zero."""
         scheduled = schedule.sequences
-        bucket = self._buckets.choose(schedule.num_tokens, len(scheduled))
-        packed = np.zeros(bucket.packed_size, np.int32)
         packed[0], packed[1] = schedule.num_decodes, len(scheduled)
-
         tokens: list[int] = []
         lengths: list[int] = []
         contexts: list[int] = []
@@ -137,7 +150,6 @@ class BatchBuilder:
         live[:] = self._rows[slots]
         live[:, 0], live[:, 1], live[:, 2] = lengths, contexts, slots
         rows[len(scheduled) :, 2] = len(self._owners)  # A slot out of range: nothing is kept of a padding row.
-        return bucket, packed
 
     def _update_slot(self, sequence: Sequence) -> None:
         slot, row = sequence.slot, self._rows[sequence.slot]
@@ -149,7 +161,7 @@ class BatchBuilder:
             row[3:8].view(np.float32)[[0, 2, 3]] = params.temperature, params.top_p, params.min_p
             row[4] = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
             row[7:8].view(np.uint32)[0] = sequence.seed
-        assert len(sequence.page_ids) <= self._buckets.table_width, "the scheduler gave a sequence more pages than the table holds"
+        assert len(sequence.page_ids) <= self._table_width, "the scheduler gave a sequence more pages than the table holds"
         table = row[len(ROW_FIELDS) :]
         table[first_page : len(sequence.page_ids)] = sequence.page_ids[first_page:]
         self._num_pages[slot] = len(sequence.page_ids)

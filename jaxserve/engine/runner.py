@@ -54,6 +54,7 @@ class DeviceRunner:
     """
 
     def __init__(self, model: Model, params: Params, pool_plan: PoolPlan, buckets: Buckets, *, max_num_seqs: int) -> None:
+        self.num_ranks = 1
         self.num_pages = pool_plan.shape.num_pages
         self.page_size = pool_plan.shape.page_size
         self.max_num_seqs = max_num_seqs
@@ -62,7 +63,7 @@ class DeviceRunner:
         self._model = model
         self._params = params
         self._pool_plan = pool_plan
-        self._builder = BatchBuilder(buckets, page_size=self.page_size, max_num_seqs=max_num_seqs)
+        self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs)
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._warm = False
         self._reset()

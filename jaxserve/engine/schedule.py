@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -27,20 +28,36 @@ class ScheduledSequence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step: first every sequence with ``num_tokens == 1``, then prefill chunks of two or more tokens.
+class RankSchedule:
+    """One data rank's part of a step: first every sequence with ``num_tokens == 1``, then prefill chunks of two or more tokens.
 
     Args:
-        sequences: At most ``max_num_seqs``, no sequence twice; empty when there is nothing to do.
+        sequences: Of this rank, at most ``max_num_seqs``, no sequence twice; may be empty.
         num_decodes: How many of them, at the front, have ``num_tokens == 1``.
         num_tokens: Sum of their ``num_tokens``, at most the token budget.
-        preempted: Sequences that lost their pages to make this step possible.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     num_decodes: int
     num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step.
+
+    Args:
+        ranks: One part for each data rank; all run in the same step.
+        preempted: Sequences that lost their pages to make this step possible.
+    """
+
+    ranks: tuple[RankSchedule, ...]
     preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def sequences(self) -> tuple[ScheduledSequence, ...]:
+        """All of them, rank by rank: the order in which their tokens come back. Empty when there is nothing to do."""
+        return self.ranks[0].sequences if len(self.ranks) == 1 else tuple(itertools.chain.from_iterable(rank.sequences for rank in self.ranks))
 
 
 class PendingStep(Protocol):
@@ -61,12 +78,14 @@ class Runner(Protocol):
     usable again (its pool may hold anything). One that cannot go on raises :class:`jaxserve.errors.EngineDeadError`.
     """
 
+    num_ranks: int
+    """Data ranks: each has pages and sequence slots of its own."""
     num_pages: int
-    """Pages of the pool."""
+    """Pages of one rank's pool."""
     page_size: int
     """Slots of one page."""
     max_num_seqs: int
-    """Sequence slots."""
+    """Sequence slots of one rank."""
 
     def warmup(self) -> None:
         """Compiles every bucket. Afterwards ``dispatch`` compiles nothing."""

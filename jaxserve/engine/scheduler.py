@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.page_pool import PagePool
-from jaxserve.engine.schedule import Schedule, ScheduledSequence
+from jaxserve.engine.schedule import RankSchedule, Schedule, ScheduledSequence
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason
@@ -129,7 +129,7 @@ class Scheduler:
             for scheduled in self._admit(budget, num_reserved):
                 (decodes if scheduled.num_tokens == 1 else chunks).append(scheduled)
         num_tokens = len(decodes) + sum(scheduled.num_tokens for scheduled in chunks)
-        return Schedule((*decodes, *chunks), len(decodes), num_tokens, tuple(preempted))
+        return Schedule((RankSchedule((*decodes, *chunks), len(decodes), num_tokens),), tuple(preempted))
 
     def update(self, schedule: Schedule, token_ids: SequenceOf[int]) -> list[Sequence]:
         """Takes the outcome of a step, in the order of dispatch.

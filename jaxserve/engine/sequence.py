@@ -29,8 +29,9 @@ class Sequence:
         max_tokens: Most tokens to generate, already resolved against the context length.
         num_computed_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run. A decode has
             ``len(token_ids) - 1`` of them; a sequence with all of them waits for a token that is still on the device.
+        rank: The data rank whose pages and slot it holds; has no meaning unless RUNNING.
         page_ids: Pages held, in order of position.
-        slot: Index into the device's per-sequence state while RUNNING, else -1.
+        slot: Index into the rank's per-sequence state on the device while RUNNING, else -1.
         num_preemptions: How often it lost its pages.
     """
 
@@ -40,6 +41,7 @@ class Sequence:
     num_prompt_tokens: int
     max_tokens: int
     num_computed_tokens: int = 0
+    rank: int = 0
     page_ids: list[int] = dataclasses.field(default_factory=list[int])
     slot: int = -1
     status: SequenceStatus = SequenceStatus.WAITING

@@ -63,7 +63,7 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
     spec = model.spec
 
     def step(params: Params, pool: KVPool, carry: Carry, packed: Array) -> tuple[KVPool, Carry, Array]:
-        batch = unpack(packed, bucket, page_size=shape.page_size, num_pages=shape.num_pages)
+        batch = unpack(packed[0], bucket, page_size=shape.page_size, num_pages=shape.num_pages)
         work = attention.prepare(batch.ragged, attention_problem(model, bucket, shape))
 
         def attend(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, layer: Array | int, window: Array | int) -> tuple[Array, KVPool]:
@@ -115,5 +115,5 @@ def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pag
 
 def compile_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: Bucket) -> jax.stages.Compiled:
     """Compiles a step for a bucket, from abstract or real arrays, with pool and carry donated."""
-    packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+    packed = jax.ShapeDtypeStruct((1, bucket.packed_size), jnp.int32)
     return jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, carry, packed).compile()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.batch import BatchBuilder, Buckets, make_buckets
-from jaxserve.engine.schedule import Schedule, ScheduledSequence
+from jaxserve.engine.schedule import RankSchedule, Schedule, ScheduledSequence
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step import unpack
 from jaxserve.request import Request, SamplingParams
@@ -23,6 +23,10 @@ def make_sequence(slot: int, length: int, pages: list[int]) -> Sequence:
     return Sequence(request, 2**32 - 1 - slot, list(range(100 * slot, 100 * slot + length)), length, 8, page_ids=pages, slot=slot)
 
 
+def rank_schedule(items: list[ScheduledSequence]) -> RankSchedule:
+    return RankSchedule(tuple(items), sum(item.num_tokens == 1 for item in items), sum(item.num_tokens for item in items))
+
+
 def make_schedule(parts: list[tuple[int, int]], pages: list[int]) -> Schedule:
     items = []
     for slot, (start, num_tokens) in enumerate(parts):
@@ -30,7 +34,7 @@ def make_schedule(parts: list[tuple[int, int]], pages: list[int]) -> Schedule:
         sequence = make_sequence(MAX_SEQS - 1 - slot, start + num_tokens, [pages.pop() for _ in range(num_pages)])
         items.append(ScheduledSequence(sequence, start, num_tokens, True))
     items.sort(key=lambda item: item.num_tokens != 1)
-    return Schedule(tuple(items), sum(item.num_tokens == 1 for item in items), sum(item.num_tokens for item in items))
+    return Schedule((rank_schedule(items),))
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,9 +43,9 @@ def test_unpacking_gives_what_was_scheduled(parts: list[tuple[int, int]], random
     pages = list(range(NUM_PAGES))
     random.shuffle(pages)
     schedule = make_schedule(parts, pages)
-    bucket, packed = BatchBuilder(BUCKETS, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS).build(schedule)
+    bucket, packed = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS).build(schedule)
     assert bucket in BUCKETS.all()
-    step_input = jax.tree.map(np.asarray, unpack(packed, bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+    step_input = jax.tree.map(np.asarray, unpack(packed[0], bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES))
     ragged, sampling = step_input.ragged, step_input.sampling
     token = 0
     for row, item in enumerate(schedule.sequences):
@@ -61,7 +65,7 @@ def test_unpacking_gives_what_was_scheduled(parts: list[tuple[int, int]], random
             assert ragged.positions_T[token] == position
             assert ragged.slots_T[token] == sequence.page_ids[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
             token += 1
-    assert ragged.counts_2.tolist() == [schedule.num_decodes, len(schedule.sequences)]
+    assert ragged.counts_2.tolist() == [schedule.ranks[0].num_decodes, len(schedule.sequences)]
     assert (ragged.slots_T[token:] == NUM_PAGES * PAGE_SIZE).all(), "padding must write to no page"
     padding = slice(len(schedule.sequences), None)
     assert (step_input.slot_B[padding] >= MAX_SEQS).all() and (ragged.context_lens_B[padding] == 0).all()
@@ -69,12 +73,12 @@ def test_unpacking_gives_what_was_scheduled(parts: list[tuple[int, int]], random
 
 
 def test_a_slot_forgets_its_last_owner() -> None:
-    builder = BatchBuilder(BUCKETS, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS)
+    builder = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS)
 
     def row_of(sequence: Sequence) -> np.ndarray:
-        schedule = Schedule((ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, True),), 1, 1)
+        schedule = Schedule((rank_schedule([ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, True)]),))
         bucket, packed = builder.build(schedule)
-        return unpack(packed, bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).ragged.page_table_BM[0]
+        return unpack(packed[0], bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).ragged.page_table_BM[0]
 
     first = make_sequence(2, 8, [7, 8])
     assert row_of(first)[:2].tolist() == [7, 8]
@@ -92,7 +96,8 @@ def test_every_step_within_the_limits_has_a_bucket() -> None:
         every = set(buckets.all())
         for num_rows in range(1, max_rows + 1):
             for num_tokens in range(num_rows, max_tokens + 1):
-                bucket = buckets.choose(num_tokens, num_rows)
+                rows = (ScheduledSequence(make_sequence(0, 1, [0]), 0, 1, True),) * num_rows  # only their number counts
+                bucket = buckets.choose([RankSchedule(rows, num_rows, num_tokens)])
                 assert bucket in every
                 assert bucket.num_tokens >= max(2, num_tokens) and bucket.num_rows >= num_rows
                 assert bucket.decode_only == (num_tokens == num_rows)

@@ -37,6 +37,7 @@ class FakeRunner:
     """
 
     def __init__(self, *, num_pages: int = 64, page_size: int = 4, max_num_seqs: int = 8, next_token: NextToken = weighted_sum) -> None:
+        self.num_ranks = 1
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
@@ -89,8 +90,8 @@ def check_schedule(schedule: Schedule, runner: FakeRunner) -> None:
     assert len({id(row.sequence) for row in rows}) == len(rows) <= runner.max_num_seqs
     assert len({row.sequence.slot for row in rows}) == len(rows)
     assert all(0 <= row.sequence.slot < runner.max_num_seqs for row in rows)
-    assert [row.num_tokens == 1 for row in rows] == [i < schedule.num_decodes for i in range(len(rows))]
-    assert schedule.num_tokens == sum(row.num_tokens for row in rows)
+    assert [row.num_tokens == 1 for row in rows] == [i < schedule.ranks[0].num_decodes for i in range(len(rows))]
+    assert schedule.ranks[0].num_tokens == sum(row.num_tokens for row in rows)
     for row in rows:
         assert row.num_tokens >= 1
         end = row.start + row.num_tokens

@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         oldest_is_free = self.live and not any(row.sequence is self.live[0] for schedule, _ in self.in_flight for row in schedule.sequences)
         schedule = self.scheduler.schedule()
         if schedule.sequences:
-            assert schedule.num_tokens <= self.max_tokens
+            assert schedule.ranks[0].num_tokens <= self.max_tokens
             self.in_flight.append((schedule, self.runner.dispatch(schedule)))
         assert not {row.sequence for row in schedule.sequences} & set(schedule.preempted)
         if oldest_is_free:
@@ -186,13 +186,13 @@ class TestPolicy:
         scheduler.update(schedule, [1, 1])
         schedule = scheduler.schedule()
         assert shape(schedule) == [("short", 3, 1, True), ("long", 5, 7, False)]
-        assert (schedule.num_decodes, schedule.num_tokens) == (1, 8)
+        assert (schedule.ranks[0].num_decodes, schedule.ranks[0].num_tokens) == (1, 8)
         scheduler.update(schedule, [1, 1])
         schedule = scheduler.schedule()
         scheduler.update(schedule, [1, 1])
         schedule = scheduler.schedule()
         assert shape(schedule) == [("short", 5, 1, True), ("long", 19, 1, True)]
-        assert schedule.num_decodes == 2
+        assert schedule.ranks[0].num_decodes == 2
 
     def test_a_chunk_takes_only_its_own_pages(self) -> None:
         scheduler = make_scheduler(num_pages=16, page_size=4, max_tokens_per_step=8)

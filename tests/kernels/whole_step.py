@@ -43,7 +43,7 @@ def main(target: str) -> None:
             with device_of(target) as sharding:
                 attention = choose_implementation("auto", attention_problem(model, bucket, shape))
                 step = make_step(model, bucket, shape=shape, attention=attention)
-                packed = jax.ShapeDtypeStruct((bucket.packed_size,), jnp.int32)
+                packed = jax.ShapeDtypeStruct((1, bucket.packed_size), jnp.int32)
                 carry = Carry(jax.ShapeDtypeStruct((64,), jnp.int32))
                 arguments = place((model.abstract_params(), attention.init_pool(shape), carry, packed), sharding)
                 report = compile_report(step, arguments, arguments[1], donate=(1, 2))
