@@ -52,6 +52,8 @@ def choose_execution(config: Config, platform: str) -> Execution:
     kv_dtype = config.cache.dtype
     if kv_dtype == "auto":
         kv_dtype = "float32" if slow_bf16 else dtype
+    elif kv_dtype == "fp8":
+        kv_dtype = jnp.float8_e4m3fn
     unrolled = layers == "unroll"
     return Execution(
         platform=platform,

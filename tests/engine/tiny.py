@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.engine.batch import make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
@@ -48,7 +48,7 @@ def tiny_spec(**changes: object) -> ModelSpec:
 
 def tiny_engine(
     *,
-    dtype: str = "float32",
+    dtype: Literal["bfloat16", "float32"] = "float32",
     page_size: int = 8,
     num_pages: int = 64,
     max_num_seqs: int = 4,
@@ -58,11 +58,13 @@ def tiny_engine(
     layers: Literal["auto", "scan", "unroll"] = "auto",
     spec: ModelSpec | None = None,
     attention: str = "xla",
+    cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> Engine:
     """An engine on the tiny model. Without warm-up each bucket compiles when it is first met."""
     spec = spec or tiny_spec()
     config = Config(
-        cache=CacheConfig(page_size=page_size, num_pages=num_pages),
+        model=ModelConfig(dtype=dtype),
+        cache=CacheConfig(page_size=page_size, num_pages=num_pages, dtype=cache_dtype),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step),
         engine=EngineConfig(layers=layers, token_buckets=token_buckets, sequence_buckets=(2, 4, 8)),
     )
@@ -70,7 +72,7 @@ def tiny_engine(
     model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers)
     width = table_width(spec.max_position, page_size)
     plan = plan_pool(
-        spec, config.cache, attention=IMPLEMENTATIONS[attention], dtype=execution.kv_dtype if dtype == "bfloat16" else jnp.float32,
+        spec, config.cache, attention=IMPLEMENTATIONS[attention], dtype=execution.kv_dtype,
         table_width=width, max_num_seqs=max_num_seqs, memory=Memory(2**30, 2**30), is_cpu=True,
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)

@@ -15,8 +15,8 @@ REQUESTS = [
 ]
 
 
-def tokens(attention):
-    engine = tiny_engine(attention=attention, token_buckets=(16,), max_tokens_per_step=16)
+def tokens(attention, **options):
+    engine = tiny_engine(attention=attention, token_buckets=(16,), max_tokens_per_step=16, **options)
     return run(engine, REQUESTS, arrivals=[0, 1, 2])
 
 
@@ -28,6 +28,12 @@ def expected():
 @pytest.mark.parametrize("attention", ["pallas_tpu", "pallas_gpu"])
 def test_tokens_are_those_of_xla(attention, expected):
     assert tokens(attention) == expected
+
+
+def test_a_float8_pool_gives_the_same_tokens_everywhere(expected):
+    by_xla = tokens("xla", cache_dtype="fp8")
+    assert by_xla != expected  # three bits of mantissa show, even in a tiny model
+    assert tokens("pallas_gpu", cache_dtype="fp8") == by_xla
 
 
 @pytest.mark.slow
