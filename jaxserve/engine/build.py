@@ -78,6 +78,7 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
         memory=device_memory(device),
         is_cpu=device.platform == "cpu",
     )
+    _check_pool(plan, model, buckets)
     buckets = dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
     _log_what_fits(params, plan, max_model_len)
     runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs)
@@ -105,6 +106,13 @@ def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: 
         return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape) for bucket in buckets.all()))
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
+
+
+def _check_pool(plan: PoolPlan, model: Model, buckets: Buckets) -> None:
+    """What attention refuses for the pool's size shows only when that is known."""
+    reason = plan.attention.refusal(attention_problem(model, buckets.all()[-1], plan.shape))
+    if reason is not None:
+        raise ConfigError(f"cache.num_pages={plan.shape.num_pages} cannot be served by {plan.attention.name}: {reason}")
 
 
 def _max_model_len(config: Config, checkpoint: Checkpoint) -> int:
