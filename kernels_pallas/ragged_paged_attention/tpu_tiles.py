@@ -7,10 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxserve.dims import ceil_div, round_up
+from jaxserve.kernels_pallas.chips import MIB
 from jaxserve.kernels_pallas.ragged_paged_attention import tuned
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import Problem
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_layout import LANES, WRITE_ROWS, half_width, product_width
-from jaxserve.kernels_pallas.target import MIB, find_chip
+from jaxserve.kernels_pallas.target import find_chip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
