@@ -91,7 +91,6 @@ class CacheConfig:
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
         dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
             ``fp8`` and ``float8_e4m3fn`` are the same: half of bfloat16's memory, 3 bits of mantissa, saturating at 448.
-            ``fp8`` and ``float8_e4m3fn`` are the same: half of bfloat16's memory, 3 bits of mantissa, saturating at 448.
     """
 
     page_size: Annotated[int, Between(1, 256), PowerOfTwo()] = 16
