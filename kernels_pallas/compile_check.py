@@ -22,6 +22,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     make_problem,
     ragged_paged_attention,
 )
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import abstract_array
 from jaxserve.kernels_pallas.targets import TPU_TOPOLOGIES
 
 
@@ -90,16 +91,14 @@ def compile_combination(target: str, combination: Combination) -> dict[str, Any]
         reason = implementation.refusal(problem)
         if reason is not None:
             return {"refused": reason, "expected": False}
-        tiles = tpu_tiles if name == "pallas_tpu" else gpu_tiles
-        chosen = tiles.choose_tiles(problem)
         int32, float32 = jnp.int32, jnp.float32
         sizes = {
             "pool": implementation.init_pool(shape),
-            "q": jax.ShapeDtypeStruct((T, N, H), q_dtype),
-            "kv": jax.ShapeDtypeStruct((T, K, H), q_dtype),
-            "batch": RaggedBatch(*(jax.ShapeDtypeStruct(s, int32) for s in ((_ROWS,), (_ROWS + 1,), (_ROWS, _CONTEXT // Z), (T,), (T,), (2,)))),
-            "sinks": jax.ShapeDtypeStruct((N,), float32) if combination.extras else None,
-            "scales": KVScales(*[jax.ShapeDtypeStruct((K,), float32)] * 2) if quantised else None,
+            "q": abstract_array((T, N, H), q_dtype),
+            "kv": abstract_array((T, K, H), q_dtype),
+            "batch": RaggedBatch(*(abstract_array(s, int32) for s in ((_ROWS,), (_ROWS + 1,), (_ROWS, _CONTEXT // Z), (T,), (T,), (2,)))),
+            "sinks": abstract_array((N,), float32) if combination.extras else None,
+            "scales": KVScales(*[abstract_array((K,), float32)] * 2) if quantised else None,
         }
         arguments = place(tuple(sizes.values()), sharding)
 
@@ -122,11 +121,8 @@ def compile_combination(target: str, combination: Combination) -> dict[str, Any]
             return carry
 
         report = compile_report(layers, arguments, arguments[0], donate=(0,))
-    if name == "pallas_tpu":
-        fast_memory = max(tpu_tiles.decode_bytes(problem, chosen), 0 if combination.decode_only else tpu_tiles.prefill_bytes(problem, chosen))
-    else:
-        fast_memory = gpu_tiles.shared_bytes(problem, chosen.prefill_rows, chosen.prefill_keys, chosen.num_stages)
-    return dataclasses.asdict(report) | {"in_place": report.in_place, "fast_memory_bytes": fast_memory}
+    fast_memory_bytes = (tpu_tiles if name == "pallas_tpu" else gpu_tiles).fast_memory_bytes(problem)
+    return dataclasses.asdict(report) | {"in_place": report.in_place, "fast_memory_bytes": fast_memory_bytes}
 
 
 def main(arguments: list[str]) -> int:

@@ -71,12 +71,13 @@ def compile_report(function: Callable[..., Any], arguments: tuple[Any, ...], poo
     start = time.perf_counter()
     compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
     seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and program is not None
     arrays = jax.tree.leaves(pool)
     sizes = [math.prod(array.shape) * array.dtype.itemsize for array in arrays]
     return CompileReport(
         seconds=round(seconds, 2), temp_bytes=memory.temp_size_in_bytes, alias_bytes=memory.alias_size_in_bytes, pool_bytes=sum(sizes),
-        pool_copies=large_copies(compiled.as_text(), min(sizes)),
+        pool_copies=large_copies(program, min(sizes)),
     )  # fmt: skip
 
 

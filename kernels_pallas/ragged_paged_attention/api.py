@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.kernels_pallas.ragged_paged_attention import pallas_gpu, pallas_tpu, reference, xla_implementation
@@ -238,7 +239,7 @@ def _check_scalars(layer: Any, window: Any, soft_cap: float | None, shape: PoolS
 
 def _check_batch_values(batch: RaggedBatch, problem: Problem) -> None:
     """Faults that only values show, where the arrays are concrete."""
-    if any(isinstance(array, jax.core.Tracer) for array in batch):
+    if any(isinstance(array, Tracer) for array in batch):
         return
     context_lens, starts, table, slots, _, (num_decodes, num_rows) = (np.asarray(array) for array in batch)
     if not 0 <= num_decodes <= num_rows <= problem.num_rows:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -131,7 +132,7 @@ class Implementation:
 
     Args:
         name: As users write it.
-        init_pool: The pool as abstract arrays (``jax.ShapeDtypeStruct``), in this implementation's layout. Any contents are valid at the start.
+        init_pool: The pool as abstract arrays, in this implementation's layout. Any contents are valid at the start.
         prepare: What every layer of a step needs of the batch, computed once a step: a pytree of small arrays, traced.
         attend: The computation.
         refusal: Why a problem cannot be served here, or ``None`` if it can.
@@ -146,6 +147,11 @@ class Implementation:
     refusal: Callable[[Problem], str | None]
     pack: Callable[[Array, Array, PoolShape], KVPool]
     unpack: Callable[[KVPool, PoolShape], tuple[Array, Array]]
+
+
+def abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array's shape and dtype, where a tuple of arrays wants an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def is_quantised(dtype: Any) -> bool:

@@ -65,9 +65,11 @@ class _Keys(NamedTuple):
         slots_S = self.first_slot + pages_S * pool.page_size + position_S % pool.page_size
         lane_H = jnp.arange(power_of_two(pool.head_dim))
         mask = valid_S[:, None] & (lane_H < pool.head_dim)[None, :]
-        return tuple(
-            _decode(plt.load(ref.at[slots_S[:, None], self.head, lane_H[None, :]], mask=mask, other=0), self.problem) for ref in (self.k_ref, self.v_ref)
-        )
+
+        def load(ref: Any) -> Array:
+            return _decode(plt.load(ref.at[slots_S[:, None], self.head, lane_H[None, :]], mask=mask, other=0), self.problem)
+
+        return load(self.k_ref), load(self.v_ref)
 
 
 def _decode(x: Array, problem: Problem) -> Array:
@@ -247,8 +249,8 @@ def prefill(
     return kernel(q_TNH, k, v, scalars_4, context_lens_B, query_starts_B1, table_BM, *work, scales_2K, *sinks)
 
 
-def _prefill_kernel(*refs: Any, problem: Problem, tiles: Tiles, soft_cap: float | None, has_sinks: bool) -> None:
-    q_ref, k_ref, v_ref, scalars_ref, lens_ref, starts_ref, table_ref, rows_ref, offsets_ref, num_items_ref, scales_ref, *refs = refs
+def _prefill_kernel(*all_refs: Any, problem: Problem, tiles: Tiles, soft_cap: float | None, has_sinks: bool) -> None:
+    q_ref, k_ref, v_ref, scalars_ref, lens_ref, starts_ref, table_ref, rows_ref, offsets_ref, num_items_ref, scales_ref, *refs = all_refs
     sinks_ref = refs.pop(0) if has_sinks else None
     (o_ref,) = refs
     item, head = pl.program_id(0), pl.program_id(1)

@@ -57,6 +57,13 @@ def shared_bytes(problem: Problem, rows: int, keys: int, stages: int) -> int:
     return stages * keys * 2 * H * max(jnp.dtype(problem.pool.dtype).itemsize, q_size) + rows * H * q_size + rows * keys * q_size
 
 
+def fast_memory_bytes(problem: Problem) -> int:
+    """Shared memory of the larger kernel with the chosen tiles."""
+    tiles = choose_tiles(problem)
+    decode = shared_bytes(problem, decode_rows(problem), tiles.decode_keys, tiles.num_stages)
+    return decode if problem.decode_only else max(decode, shared_bytes(problem, tiles.prefill_rows, tiles.prefill_keys, tiles.num_stages))
+
+
 def choose_tiles(problem: Problem) -> Tiles:
     """The tiles of a problem: tuned ones where a file for the chip has them, else the largest that fit half of a multiprocessor's shared memory.
 

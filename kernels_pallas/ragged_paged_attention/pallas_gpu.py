@@ -7,7 +7,6 @@ import math
 import warnings
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -20,6 +19,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
     PoolShape,
     Problem,
     RaggedBatch,
+    abstract_array,
     byte_dtype,
     quantise,
 )
@@ -53,7 +53,7 @@ def make_implementation(*, interpret: bool | None = None, tiles: Tiles | None = 
 def init_pool(shape: PoolShape) -> KVPool:
     """``[L*P*Z, K, H]`` each for keys and values. float8 is stored as uint8: Triton for chips before 9.0 has no such type, and jax 0.10 aborts on it."""
     slots = shape.num_layers * shape.num_pages * shape.page_size
-    array = jax.ShapeDtypeStruct((slots, shape.num_kv_heads, shape.head_dim), byte_dtype(shape.dtype))
+    array = abstract_array((slots, shape.num_kv_heads, shape.head_dim), byte_dtype(shape.dtype))
     return KVPool(array, array)
 
 
@@ -104,23 +104,25 @@ def _attend(
     scales_2K = jnp.stack([ones_K * scale, ones_K]) * (jnp.stack(kv_scales) if kv_scales else 1.0)
     scalars_4 = jnp.stack([first_slot, *(jnp.asarray(x, jnp.int32) for x in (window, batch.counts_2[0], batch.counts_2[1]))])
     sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
-    pool = _write(k_TKH, v_TKH, pool, batch, shape, first_slot, kv_scales)
+    k, v = _write(k_TKH, v_TKH, pool, batch, shape, first_slot, kv_scales)
     parts = decode(
-        q_TNH, pool.k, pool.v, scalars_4, batch.context_lens_B, batch.page_table_BM, scales_2K,
+        q_TNH, k, v, scalars_4, batch.context_lens_B, batch.page_table_BM, scales_2K,
         problem=problem, tiles=tiles, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
     out_TNH = merge(*parts, sinks_N)[:T].astype(q_TNH.dtype)
     out_TNH = jnp.pad(out_TNH, ((0, max(T - B, 0)), (0, 0), (0, 0)))
     if work.prefill is not None:
         chunks_TNH = prefill(
-            q_TNH, pool.k, pool.v, scalars_4, batch.context_lens_B, batch.query_starts_B1, batch.page_table_BM, work.prefill, scales_2K, sinks_N,
+            q_TNH, k, v, scalars_4, batch.context_lens_B, batch.query_starts_B1, batch.page_table_BM, work.prefill, scales_2K, sinks_N,
             problem=problem, tiles=tiles, soft_cap=soft_cap, interpret=interpret,
         )  # fmt: skip
         out_TNH = jnp.where((jnp.arange(T) < batch.counts_2[0])[:, None, None], out_TNH, chunks_TNH)
-    return jnp.where(work.live_T[:, None, None], out_TNH, 0), pool
+    return jnp.where(work.live_T[:, None, None], out_TNH, 0), KVPool(k, v)
 
 
-def _write(k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, shape: PoolShape, first_slot: Array, kv_scales: KVScales | None) -> KVPool:
+def _write(
+    k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, shape: PoolShape, first_slot: Array, kv_scales: KVScales | None
+) -> tuple[Array, Array]:
     """One scatter of rows each, in place: blocks of a GPU kernel run in any order, so a kernel that also reads could not write first."""
     limit = shape.num_pages * shape.page_size
     slots_T = jnp.where(batch.slots_T < limit, batch.slots_T + first_slot, jnp.iinfo(jnp.int32).max)
@@ -130,4 +132,4 @@ def _write(k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, shape: 
         return array.at[slots_T].set(rows, mode="drop")
 
     assert pool.v is not None
-    return KVPool(write(pool.k, k_TKH, kv_scales and kv_scales.k_K), write(pool.v, v_TKH, kv_scales and kv_scales.v_K))
+    return write(pool.k, k_TKH, kv_scales and kv_scales.k_K), write(pool.v, v_TKH, kv_scales and kv_scales.v_K)

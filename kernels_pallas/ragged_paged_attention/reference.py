@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch, quantise
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch, abstract_array, quantise
 
 
 def init_pool(shape: PoolShape) -> KVPool:
     """The logical layout itself, ``[L*P, Z, K, H]`` each for keys and values."""
-    array = jax.ShapeDtypeStruct((shape.num_layers * shape.num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim), shape.dtype)
+    array = abstract_array((shape.num_layers * shape.num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim), shape.dtype)
     return KVPool(array, array)
 
 
@@ -51,13 +51,13 @@ def attend(
         return array.reshape(-1, K, H).at[slots].set(quantise(new, head_scales, array.dtype), mode="drop").reshape(array.shape)
 
     assert pool.v is not None
-    pool = KVPool(write(pool.k, k_TKH, kv_scales and kv_scales.k_K), write(pool.v, v_TKH, kv_scales and kv_scales.v_K))
+    arrays = write(pool.k, k_TKH, kv_scales and kv_scales.k_K), write(pool.v, v_TKH, kv_scales and kv_scales.v_K)
     keys = jnp.arange(problem.max_context)
 
     def one(token: tuple[Array, Array, Array]) -> Array:
         q_NH, row, position = token
         pages = batch.page_table_BM[row] + layer * shape.num_pages
-        k_SKH, v_SKH = (array[pages].reshape(-1, K, H).astype(jnp.float32) for array in pool)
+        k_SKH, v_SKH = (array[pages].reshape(-1, K, H).astype(jnp.float32) for array in arrays)
         if kv_scales is not None:
             k_SKH, v_SKH = k_SKH * kv_scales.k_K[:, None], v_SKH * kv_scales.v_K[:, None]
         visible_S = (keys <= position) & (keys > position - window)
@@ -75,7 +75,7 @@ def attend(
 
     out_TNH = lax.map(one, (q_TNH, work, batch.positions_T))
     live_T = jnp.arange(problem.num_tokens) < batch.query_starts_B1[batch.counts_2[1]]
-    return jnp.where(live_T[:, None, None], out_TNH, 0).astype(q_TNH.dtype), pool
+    return jnp.where(live_T[:, None, None], out_TNH, 0).astype(q_TNH.dtype), KVPool(*arrays)
 
 
 def pack(k_PZKH: Array, v_PZKH: Array, shape: PoolShape) -> KVPool:

@@ -121,7 +121,9 @@ def make_inputs(case: Case, *, seed: int = 0, garbage: float = np.nan) -> Inputs
     scales = None
     if kv_dtype in (jnp.int8, jnp.float8_e4m3fn):
         unit = 0.03 if kv_dtype == jnp.int8 else 0.01
-        scales = KVScales(*(np.asarray(unit * (1 + rng.random(K)), np.float32) for _ in range(2))) if case.scaled else None
+        if case.scaled:
+            pair: list[Any] = [np.asarray(unit * (1 + rng.random(K)), np.float32) for _ in range(2)]
+            scales = KVScales(*pair)
         if kv_dtype == jnp.int8 and not case.scaled:
             k, v = (np.asarray(20 * x.astype(np.float32), q_dtype) for x in (k, v))  # Rounding to whole numbers must leave something.
             q = np.asarray(q.astype(np.float32) / 20, q_dtype)
@@ -148,23 +150,23 @@ def make_inputs(case: Case, *, seed: int = 0, garbage: float = np.nan) -> Inputs
         stored[foreign] = 127 if kv_dtype == jnp.int8 else np.float32(garbage).astype(kv_dtype)
         return stored
 
-    batch = RaggedBatch(
-        context_lens_B=np.array([*case.contexts, *[0] * (B - len(case.contexts))], np.int32),
-        query_starts_B1=np.concatenate([[0], np.cumsum([*case.queries, *[0] * (B - len(case.queries))])]).astype(np.int32),
-        page_table_BM=table,
-        slots_T=slots,
-        positions_T=positions,
-        counts_2=np.array([next((i for i, n in enumerate(case.queries) if n != 1), len(case.queries)), len(case.queries)], np.int32),
-    )  # fmt: skip
+    arrays: dict[str, Any] = {
+        "context_lens_B": np.array([*case.contexts, *[0] * (B - len(case.contexts))], np.int32),
+        "query_starts_B1": np.concatenate([[0], np.cumsum([*case.queries, *[0] * (B - len(case.queries))])]).astype(np.int32),
+        "page_table_BM": table,
+        "slots_T": slots,
+        "positions_T": positions,
+        "counts_2": np.array([next((i for i, n in enumerate(case.queries) if n != 1), len(case.queries)), len(case.queries)], np.int32),
+    }
     return Inputs(
-        q, k, v, old(scales and scales.k_K), old(scales and scales.v_K), batch, shape.num_layers - 1, case.window or NO_WINDOW, H**-0.5, case.soft_cap,
-        rng.standard_normal(N).astype(np.float32) if case.sinks else None, scales,
+        q, k, v, old(scales and scales.k_K), old(scales and scales.v_K), RaggedBatch(**arrays), shape.num_layers - 1, case.window or NO_WINDOW, H**-0.5,
+        case.soft_cap, rng.standard_normal(N).astype(np.float32) if case.sinks else None, scales,
     )  # fmt: skip
 
 
-_BF16 = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
-_FP8 = {"q_dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
-_INT8 = {"q_dtype": "bfloat16", "kv_dtype": "int8", "scaled": True}
+_BF16: dict[str, Any] = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
+_FP8: dict[str, Any] = {"q_dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+_INT8: dict[str, Any] = {"q_dtype": "bfloat16", "kv_dtype": "int8", "scaled": True}
 
 
 _BUCKET = (48, 6, 16, 40)

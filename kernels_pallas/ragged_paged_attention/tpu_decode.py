@@ -114,8 +114,8 @@ def cost(problem: Problem) -> pl.CostEstimate:
     return pl.CostEstimate(flops=4 * keys * N * w, bytes_accessed=keys * K * row_bytes + queries + written, transcendentals=keys * N)
 
 
-def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int, write_phase: Any) -> None:
-    scalars, context_lens, *refs = refs
+def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int, write_phase: Any) -> None:
+    scalars, context_lens, *refs = all_refs
     windows, refs = Windows(*refs[:5]), refs[5:]
     table, next_table, scales, q_ref, new_ref, _, *refs = refs
     sinks_ref = refs.pop(0) if has_sinks else None
@@ -135,7 +135,7 @@ def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int, writ
         @pl.when(num_decodes > 0)
         def _() -> None:
             slot_ref[0] = 0
-            reader.start(table, pages_of(0), jnp.int32(0), jnp.int32(0))
+            reader.start(table, pages_of(jnp.int32(0)), jnp.int32(0), jnp.int32(0))
 
     @pl.when(row < num_decodes)
     def _() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxserve.dims import round_up
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, PoolShape
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, PoolShape, abstract_array
 
 LANES = 128
 WRITE_ROWS = 8
@@ -30,7 +29,7 @@ def product_width(head_dim: int) -> int:
 def init_pool(shape: PoolShape) -> KVPool:
     """``[L*P, K, Z, 2 * half_width]``."""
     rows = (shape.num_layers * shape.num_pages, shape.num_kv_heads, shape.page_size, 2 * half_width(shape.head_dim))
-    return KVPool(jax.ShapeDtypeStruct(rows, shape.dtype), None)
+    return KVPool(abstract_array(rows, shape.dtype), None)
 
 
 def fuse(k: Array, v: Array) -> Array:

@@ -150,8 +150,8 @@ def cost(problem: Problem, tiles: Tiles) -> pl.CostEstimate:
     )
 
 
-def _kernel(*refs: Any, soft_cap: float | None, has_sinks: bool, half: int) -> None:
-    scalars, context_lens, query_lens, rows, offsets, places, num_items_ref, *refs = refs
+def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int) -> None:
+    scalars, context_lens, query_lens, rows, offsets, places, num_items_ref, *refs = all_refs
     table, next_table, scales, q_ref, pool_ref, *refs = refs
     sinks_ref = refs.pop(0) if has_sinks else None
     o_ref, buffer, semaphores, slot_ref, q_buffer, q_semaphores, o_buffer, o_semaphore, *refs = refs

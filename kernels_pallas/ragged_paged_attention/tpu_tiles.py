@@ -72,6 +72,12 @@ def vmem_limit(problem: Problem) -> int:
     return find_chip(problem.target, "tpu").fast_memory_bytes * 3 // 4
 
 
+def fast_memory_bytes(problem: Problem) -> int:
+    """VMEM of the larger kernel with the chosen tiles."""
+    tiles = choose_tiles(problem)
+    return decode_bytes(problem, tiles) if problem.decode_only else max(decode_bytes(problem, tiles), prefill_bytes(problem, tiles))
+
+
 def choose_tiles(problem: Problem) -> Tiles:
     """The tiles of a problem: tuned ones where a file for the chip has them, else the largest that fit.
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.dims import ceil_div, round_up
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, KVScales, PoolShape, RaggedBatch, byte_dtype, is_quantised, quantise
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, KVScales, PoolShape, RaggedBatch, abstract_array, byte_dtype, is_quantised, quantise
 from jaxserve.kernels_pallas.row_sum import row_sum
 
 KEY_BLOCK = 256
@@ -47,7 +46,7 @@ def init_pool(shape: PoolShape) -> KVPool:
     Two dimensions, a page a row: XLA's CPU gather runs on one thread and took 12.5 ms from this shape against 34 from ``[L*P, Z, K, H]``.
     """
     rows = (shape.num_layers * shape.num_pages, shape.page_size * shape.num_kv_heads * shape.head_dim)
-    array = jax.ShapeDtypeStruct(rows, byte_dtype(shape.dtype))
+    array = abstract_array(rows, byte_dtype(shape.dtype))
     return KVPool(array, array)
 
 
@@ -161,7 +160,8 @@ class _Reader:
     ) -> None:  # fmt: skip
         _, self.N, self.H = q_TNH.shape
         self.K, self.G = num_kv_heads, self.N // num_kv_heads
-        self.pool, self.batch, self.window, self.scale, self.soft_cap = pool, batch, window, scale, soft_cap
+        assert pool.v is not None
+        self.arrays, self.batch, self.window, self.scale, self.soft_cap = (pool.k, pool.v), batch, window, scale, soft_cap
         self.stored_dtype = _stored_dtype(pool)
         self.dtype = q_TNH.dtype if is_quantised(self.stored_dtype) else self.stored_dtype
         self.sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
@@ -188,7 +188,7 @@ class _Reader:
             q = (q * jnp.eye(K, dtype=q.dtype)[None, :, None, :, None]).reshape(g, self.N, K * H)
 
             def scores_and_values(j: Array) -> tuple[Array, Array]:
-                k, v = (self._gather(array, table, j).reshape(g, self.block, K * H) for array in self.pool)
+                k, v = (self._gather(array, table, j).reshape(g, self.block, K * H) for array in self.arrays)
                 position = j * self.block + jnp.arange(self.block)
                 visible = (position < lens[:, None]) & (position >= (lens - self.window)[:, None])
                 return self._logits(jnp.einsum("bnc,bsc->bns", q, k, preferred_element_type=jnp.float32), visible[:, None, :]), v
@@ -219,7 +219,7 @@ class _Reader:
             table = lax.dynamic_slice_in_dim(self.table, row, 1)
 
             def scores_and_values(j: Array) -> tuple[Array, Array]:
-                k, v = (self._gather(array, table, j).reshape(self.block, K, H).transpose(1, 0, 2) for array in self.pool)
+                k, v = (self._gather(array, table, j).reshape(self.block, K, H).transpose(1, 0, 2) for array in self.arrays)
                 position = j * self.block + jnp.arange(self.block)
                 visible = (position <= query_position[:, None]) & (position > (query_position - self.window)[:, None])
                 return self._logits(jnp.einsum("kqh,ksh->kqs", q, k, preferred_element_type=jnp.float32), jnp.tile(visible, (G, 1))[None]), v
