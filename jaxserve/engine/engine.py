@@ -86,7 +86,7 @@ class Engine:
         self.sampling_defaults = sampling_defaults
         self._runner = runner
         self._config = config
-        self._scheduler = Scheduler(runner.num_pages, runner.page_size, config.scheduler)
+        self._scheduler = Scheduler(runner.num_pages, runner.page_size, config.scheduler, num_ranks=runner.num_ranks)
         self._eos_token_ids = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._seeds = random.Random(seed)  # noqa: S311  (seeds of samples, no secrets)
         self._generations: dict[str, _Generation] = {}
@@ -190,9 +190,9 @@ class Engine:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_pages=scheduler.pool.num_pages,
-            num_free_pages=scheduler.pool.num_free,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
+            num_pages=scheduler.num_pages,
+            num_free_pages=scheduler.num_free_pages,
+            max_num_seqs=self._config.scheduler.max_num_seqs * self._runner.num_ranks,
             num_requests=self._num_requests,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
@@ -237,7 +237,7 @@ class Engine:
                 f"({num_prompt_tokens} in the prompt, {params.max_tokens} for the completion). Please reduce the length of the prompt or max_tokens.",
                 param="max_tokens",
             )
-        pool, page_size = self._scheduler.pool.num_pages, self._scheduler.pool.page_size
+        pool, page_size = self._runner.num_pages, self._runner.page_size
         if num_tokens > pool * page_size:
             raise ContextLengthError(
                 f"This server's KV cache can hold at most {pool * page_size} tokens ({pool} pages of {page_size}). However, you requested {num_tokens} "

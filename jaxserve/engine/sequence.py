@@ -27,6 +27,7 @@ class Sequence:
         token_ids: Prompt and generated tokens so far.
         num_prompt_tokens: Length of the prompt.
         max_tokens: Most tokens to generate, already resolved against the context length.
+        order: Its place among all sequences, smaller first; given once, when the scheduler takes it.
         num_computed_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run. A decode has
             ``len(token_ids) - 1`` of them; a sequence with all of them waits for a token that is still on the device.
         rank: The data rank whose pages and slot it holds; has no meaning unless RUNNING.
@@ -40,6 +41,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_tokens: int
+    order: tuple[float, int] = (0.0, 0)
     num_computed_tokens: int = 0
     rank: int = 0
     page_ids: list[int] = dataclasses.field(default_factory=list[int])

@@ -17,9 +17,9 @@ class EngineStats:
     Args:
         num_running: Sequences that hold a slot and pages.
         num_waiting: Sequences in the queue, preempted ones included.
-        num_pages: Pages of the pool.
+        num_pages: Pages of all data ranks.
         num_free_pages: Pages that nobody holds.
-        max_num_seqs: Sequence slots.
+        max_num_seqs: Sequence slots of all data ranks.
         num_requests: Requests taken.
         num_preemptions: Preemptions; one request may have several.
         num_steps: Device steps, failed ones included.

@@ -36,24 +36,27 @@ class FakeRunner:
     So a page that is given away too early, or twice, changes the output. Steps run when they are fetched, from what they were dispatched with.
     """
 
-    def __init__(self, *, num_pages: int = 64, page_size: int = 4, max_num_seqs: int = 8, next_token: NextToken = weighted_sum) -> None:
-        self.num_ranks = 1
+    def __init__(self, *, num_pages: int = 64, page_size: int = 4, max_num_seqs: int = 8, next_token: NextToken = weighted_sum, num_ranks: int = 1) -> None:
+        self.num_ranks = num_ranks
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.next_token = next_token
         self.num_steps = 0
-        self.pool = [-1] * (num_pages * page_size)
+        self.lose_pools()
         self.errors: list[Exception | None] = []  # of the steps to come
 
     def warmup(self) -> None:
         pass
 
+    def lose_pools(self) -> None:
+        self.pools = [[-1] * (self.num_pages * self.page_size) for _ in range(self.num_ranks)]
+
     def dispatch(self, schedule: Schedule) -> FakeStep:
         self.num_steps += 1
         error = self.errors.pop(0) if self.errors else None
         if error is not None:
-            self.pool = [-1] * len(self.pool)
+            self.lose_pools()
             raise error
         check_schedule(schedule, self)
         return FakeStep(self, schedule)
@@ -63,20 +66,21 @@ class FakeStep:
     def __init__(self, runner: FakeRunner, schedule: Schedule) -> None:
         self._runner = runner
         self._rows = [
-            (row.sequence.token_ids[row.start : row.start + row.num_tokens], row.start, list(row.sequence.page_ids), row.sequence.seed)
-            for row in schedule.sequences
+            (index, row.sequence.token_ids[row.start : row.start + row.num_tokens], row.start, list(row.sequence.page_ids), row.sequence.seed)
+            for index, rank in enumerate(schedule.ranks)
+            for row in rank.sequences
         ]
 
     def fetch(self) -> list[int]:
-        runner = self._runner
-        for token_ids, start, page_ids, _ in self._rows:
+        pools = self._runner.pools
+        for rank, token_ids, start, page_ids, _ in self._rows:
             for position, token_id in enumerate(token_ids, start):
-                runner.pool[self._slot(page_ids, position)] = token_id
+                pools[rank][self._slot(page_ids, position)] = token_id
         sampled = []
-        for token_ids, start, page_ids, seed in self._rows:
-            context = [runner.pool[self._slot(page_ids, position)] for position in range(start + len(token_ids))]
+        for rank, token_ids, start, page_ids, seed in self._rows:
+            context = [pools[rank][self._slot(page_ids, position)] for position in range(start + len(token_ids))]
             assert context[start:] == token_ids, "two sequences of a step wrote to one slot"
-            sampled.append(runner.next_token(context, seed))
+            sampled.append(self._runner.next_token(context, seed))
         return sampled
 
     def _slot(self, page_ids: Sequence[int], position: int) -> int:
@@ -85,19 +89,21 @@ class FakeStep:
 
 def check_schedule(schedule: Schedule, runner: FakeRunner) -> None:
     """The promises of ``schedule.py``."""
-    rows = schedule.sequences
-    assert rows
-    assert len({id(row.sequence) for row in rows}) == len(rows) <= runner.max_num_seqs
-    assert len({row.sequence.slot for row in rows}) == len(rows)
-    assert all(0 <= row.sequence.slot < runner.max_num_seqs for row in rows)
-    assert [row.num_tokens == 1 for row in rows] == [i < schedule.ranks[0].num_decodes for i in range(len(rows))]
-    assert schedule.ranks[0].num_tokens == sum(row.num_tokens for row in rows)
-    for row in rows:
-        assert row.num_tokens >= 1
-        end = row.start + row.num_tokens
-        assert end == row.sequence.num_computed_tokens <= len(row.sequence.token_ids)
-        assert row.samples == (end == len(row.sequence.token_ids))
-        assert len(row.sequence.page_ids) * runner.page_size >= end
+    assert len(schedule.ranks) == runner.num_ranks
+    assert schedule.sequences and len({row.sequence for row in schedule.sequences}) == len(schedule.sequences)
+    for index, rank in enumerate(schedule.ranks):
+        rows = rank.sequences
+        assert len(rows) <= runner.max_num_seqs
+        assert len({row.sequence.slot for row in rows}) == len(rows)
+        assert all(row.sequence.rank == index and 0 <= row.sequence.slot < runner.max_num_seqs for row in rows)
+        assert [row.num_tokens == 1 for row in rows] == [i < rank.num_decodes for i in range(len(rows))]
+        assert rank.num_tokens == sum(row.num_tokens for row in rows)
+        for row in rows:
+            assert row.num_tokens >= 1
+            end = row.start + row.num_tokens
+            assert end == row.sequence.num_computed_tokens <= len(row.sequence.token_ids)
+            assert row.samples == (end == len(row.sequence.token_ids))
+            assert len(row.sequence.page_ids) * runner.page_size >= end
 
 
 class FakeTokenizer:

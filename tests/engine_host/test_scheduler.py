@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
@@ -15,6 +15,7 @@ from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.schedule import Schedule
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.waiting_queue import WaitingQueue
 from jaxserve.errors import ConfigError
 from jaxserve.request import Request, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, plain_run
@@ -26,8 +27,8 @@ def make_sequence(name: str, prompt_len: int, max_tokens: int, seed: int = 0) ->
     return Sequence(request, seed, list(prompt), prompt_len, max_tokens)
 
 
-def make_scheduler(num_pages: int = 16, page_size: int = 4, max_num_seqs: int = 4, max_tokens_per_step: int = 16) -> Scheduler:
-    return Scheduler(num_pages, page_size, SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step))
+def make_scheduler(num_pages: int = 16, page_size: int = 4, max_num_seqs: int = 4, max_tokens_per_step: int = 16, num_ranks: int = 1) -> Scheduler:
+    return Scheduler(num_pages, page_size, SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step), num_ranks=num_ranks)
 
 
 def shape(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
@@ -56,15 +57,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget_over=st.integers(0, 20),
         depth=st.integers(1, 3),
+        num_ranks=st.integers(1, 4),
     )
-    def start(self, page_size: int, pages_over: int, max_num_seqs: int, budget_over: int, depth: int) -> None:
+    def start(self, page_size: int, pages_over: int, max_num_seqs: int, budget_over: int, depth: int, num_ranks: int) -> None:
         self.num_pages = -(-24 // page_size) + pages_over
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.max_tokens = max_num_seqs + budget_over
         self.depth = depth
-        self.runner = FakeRunner(num_pages=self.num_pages, page_size=page_size, max_num_seqs=max_num_seqs)
-        self.scheduler = make_scheduler(self.num_pages, page_size, max_num_seqs, self.max_tokens)
+        self.runner = FakeRunner(num_pages=self.num_pages, page_size=page_size, max_num_seqs=max_num_seqs, num_ranks=num_ranks)
+        self.scheduler = make_scheduler(self.num_pages, page_size, max_num_seqs, self.max_tokens, num_ranks)
         self.in_flight: deque[tuple[Schedule, FakeStep]] = deque()
         self.live: list[Sequence] = []  # in order of arrival
         self.num_added = 0
@@ -88,14 +90,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def dispatch(self) -> None:
         if len(self.in_flight) == self.depth:
             self.fetch()
-        oldest_is_free = self.live and not any(row.sequence is self.live[0] for schedule, _ in self.in_flight for row in schedule.sequences)
+        in_flight = {row.sequence for schedule, _ in self.in_flight for row in schedule.sequences}
+        first = [rank.running[0] for rank in self.scheduler.ranks if rank.running and rank.running[0] not in in_flight]
         schedule = self.scheduler.schedule()
         if schedule.sequences:
-            assert schedule.ranks[0].num_tokens <= self.max_tokens
+            assert all(rank.num_tokens <= self.max_tokens for rank in schedule.ranks)
             self.in_flight.append((schedule, self.runner.dispatch(schedule)))
-        assert not {row.sequence for row in schedule.sequences} & set(schedule.preempted)
-        if oldest_is_free:
-            assert any(row.sequence is self.live[0] for row in schedule.sequences), "the oldest sequence moves in every step"
+        assert set(first) <= {row.sequence for row in schedule.sequences}, "the first sequence of each rank moves in every step"
+        assert schedule.sequences or in_flight or not self.live, "somebody moves"
 
     @precondition(lambda self: self.in_flight)
     @rule()
@@ -111,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def lose_pool(self) -> None:
         self.in_flight.clear()
-        self.runner.pool = [-1] * len(self.runner.pool)
+        self.runner.lose_pools()
         self.scheduler.preempt_all()
 
     @invariant()
@@ -120,8 +122,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.check_integrity()
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
-        running = [sequence.status is SequenceStatus.RUNNING for sequence in self.live]
-        assert running == sorted(running, reverse=True), "running sequences are older than waiting ones"
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -134,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.fetch()
         assert not self.live and not self.scheduler.has_work
         self.scheduler.check_integrity()
-        assert self.scheduler.pool.num_free == self.num_pages
+        assert self.scheduler.num_free_pages == self.scheduler.num_pages == self.num_pages * len(self.scheduler.ranks)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
@@ -198,7 +198,7 @@ class TestPolicy:
         scheduler = make_scheduler(num_pages=16, page_size=4, max_tokens_per_step=8)
         scheduler.add(make_sequence("long", 20, 4))
         scheduler.schedule()
-        assert scheduler.pool.num_free == 14
+        assert scheduler.num_free_pages == 14
 
     def test_first_come_first_served(self) -> None:
         scheduler = make_scheduler(num_pages=8, page_size=4, max_tokens_per_step=64)
@@ -280,29 +280,73 @@ class TestPolicy:
 
         assert history() == history()
 
-    def test_a_step_looks_at_one_waiting_sequence_not_at_all(self) -> None:
-        class Counting(OrderedDict[Sequence, None]):
-            num_looks = 0
+    def test_the_queue_is_not_walked(self) -> None:
+        class Counted(WaitingQueue):
+            num_peeks = 0
+
+            def peek(self) -> Sequence | None:
+                Counted.num_peeks += 1
+                return super().peek()
 
             def __iter__(self) -> Iterator[Sequence]:
-                for key in super().__iter__():
-                    Counting.num_looks += 1
-                    yield key
+                raise AssertionError("walked")
 
         scheduler = make_scheduler(max_num_seqs=2)
-        scheduler._waiting = Counting()
+        scheduler._waiting = Counted()
         for i in range(500):
             scheduler.add(make_sequence(f"s{i}", 1, 9))
         for _ in range(3):
             schedule = scheduler.schedule()
             scheduler.update(schedule, [1] * len(schedule.sequences))
-        assert Counting.num_looks == 2
+        assert Counted.num_peeks == 3 + 2
 
     def test_contradictory_limits_are_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"max_tokens_per_step must be at least scheduler.max_num_seqs \(8\).*got 4"):
             make_scheduler(max_num_seqs=8, max_tokens_per_step=4)
         with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
             make_scheduler(max_num_seqs=0)
+
+
+class TestRanks:
+    def test_each_rank_has_its_own_limits(self) -> None:
+        scheduler = make_scheduler(max_num_seqs=2, max_tokens_per_step=8, num_ranks=3)
+        for i in range(9):
+            scheduler.add(make_sequence(f"s{i}", 4, 2))
+        schedule = scheduler.schedule()
+        assert [(len(rank.sequences), rank.num_tokens) for rank in schedule.ranks] == [(2, 8)] * 3
+        assert (scheduler.num_running, scheduler.num_waiting) == (6, 3)
+
+    def test_the_head_goes_where_most_pages_are_free(self) -> None:
+        scheduler = make_scheduler(num_pages=8, page_size=4, max_tokens_per_step=32, num_ranks=2)
+        large, *small = [make_sequence("large", 20, 1), *(make_sequence(f"small{i}", 4, 1) for i in range(5))]
+        for sequence in (large, *small):
+            scheduler.add(sequence)
+        scheduler.schedule()
+        assert [sequence.rank for sequence in (large, *small)] == [0, 1, 1, 1, 1, 0]  # the fourth small one makes it 3 pages against 4 free; then slots
+
+    def test_an_empty_rank_idles_while_another_works(self) -> None:
+        scheduler = make_scheduler(num_ranks=2)
+        scheduler.add(make_sequence("only", 3, 2))
+        schedule = scheduler.schedule()
+        assert [len(rank.sequences) for rank in schedule.ranks] == [1, 0]
+
+    def test_a_preempted_sequence_may_come_to_another_rank(self) -> None:
+        runner = FakeRunner(num_pages=4, page_size=4, num_ranks=2)
+        scheduler = make_scheduler(num_pages=4, page_size=4, max_num_seqs=2, max_tokens_per_step=16, num_ranks=2)
+        blocker = make_sequence("blocker", 13, 3)
+        old, young = make_sequence("old", 7, 9, seed=1), make_sequence("young", 7, 9, seed=2)
+        for sequence in (blocker, old, young):
+            scheduler.add(sequence)
+        ranks: list[int] = []
+        while scheduler.has_work:
+            schedule = scheduler.schedule()
+            for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+                if sequence.num_generated_tokens == sequence.max_tokens:
+                    scheduler.finish(sequence, "length")
+            scheduler.check_integrity()
+            ranks.append(young.rank)
+        assert (ranks[0], ranks[-1], young.num_preemptions) == (1, 0, 1)
+        assert young.token_ids[7:] == plain_run(young.token_ids[:7], 9, 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -312,13 +356,14 @@ class TestPolicy:
     page_size=st.sampled_from([4, 8, 16]),
     max_num_seqs=st.integers(1, 6),
     budget_over=st.integers(0, 40),
+    num_ranks=st.integers(1, 4),
 )
 def test_tokens_do_not_depend_on_company(
-    requests: list[tuple[int, int, int, int]], num_pages: int, page_size: int, max_num_seqs: int, budget_over: int
+    requests: list[tuple[int, int, int, int]], num_pages: int, page_size: int, max_num_seqs: int, budget_over: int, num_ranks: int
 ) -> None:
-    """Batch mates, chunk size, page size, preemption and arrival: a request's tokens are those of the plain run."""
-    runner = FakeRunner(num_pages=num_pages, page_size=page_size, max_num_seqs=max_num_seqs)
-    scheduler = make_scheduler(num_pages, page_size, max_num_seqs, max_num_seqs + budget_over)
+    """Batch mates, ranks, chunk size, page size, preemption and arrival: a request's tokens are those of the plain run."""
+    runner = FakeRunner(num_pages=num_pages, page_size=page_size, max_num_seqs=max_num_seqs, num_ranks=num_ranks)
+    scheduler = make_scheduler(num_pages, page_size, max_num_seqs, max_num_seqs + budget_over, num_ranks)
     sequences: list[Sequence] = []
     for i, (prompt_len, max_tokens, seed, num_steps_before) in enumerate(requests):
         for _ in range(num_steps_before):
