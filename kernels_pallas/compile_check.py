@@ -90,7 +90,7 @@ def compile_combination(target: str, combination: Combination) -> dict[str, Any]
         )  # fmt: skip
         reason = implementation.refusal(problem)
         if reason is not None:
-            return {"refused": reason, "expected": False}
+            return {"error": f"refused: {reason}"}
         int32, float32 = jnp.int32, jnp.float32
         sizes = {
             "pool": implementation.init_pool(shape),

@@ -1,6 +1,7 @@
 """What the op refuses, before anything is launched: the message names the value and what is allowed."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention import api, tuned
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import Case, make_inputs
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles, choose_tiles, decode_bytes, prefill_bytes, vmem_limit
+from jaxserve.kernels_pallas.refusals import REFUSALS
 from jaxserve.kernels_pallas.target import Target, find_chip
 
 CASE = Case(name="bad_input", queries=(1, 5), contexts=(20, 30), padding=(2, 1))
@@ -75,6 +77,12 @@ def test_impossible_shapes(changes, message):
         api.make_problem(num_tokens=4, num_rows=2, table_width=2, num_heads=4, shape=api.PoolShape(**shape), q_dtype=jnp.float32)
 
 
+def test_queries_of_a_dtype_that_nobody_takes():
+    shape = api.PoolShape(num_layers=1, num_pages=4, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="the queries' dtype is float16; allowed are bfloat16, float32"):
+        api.make_problem(num_tokens=4, num_rows=2, table_width=2, num_heads=4, shape=shape, q_dtype=jnp.float16)
+
+
 def problem(*, target=Target("cpu", "cpu"), num_rows=32, table_width=256, **shape):
     fields = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": jnp.bfloat16} | shape
     return api.make_problem(
@@ -82,16 +90,10 @@ def problem(*, target=Target("cpu", "cpu"), num_rows=32, table_width=256, **shap
     )  # fmt: skip
 
 
-def test_a_named_implementation_that_cannot_says_why():
-    for name, target in (("pallas_gpu", Target("tpu", "TPU v6 lite")), ("pallas_tpu", Target("gpu", "NVIDIA H200"))):
-        with pytest.raises(NotImplementedError, match=f"{name}: it needs"):
-            api.choose_implementation(name, problem(target=target))
-    with pytest.raises(NotImplementedError, match=r"pallas_gpu: page size 4; it takes \(8, 16"):
-        api.choose_implementation("pallas_gpu", problem(page_size=4))
-    with pytest.raises(NotImplementedError, match="scalar memory"):
-        api.choose_implementation("pallas_tpu", problem(table_width=100_000))
-    with pytest.raises(NotImplementedError, match="overflows"):
-        api.choose_implementation("pallas_gpu", problem(dtype=jnp.int8, num_layers=32, num_pages=5000))
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.implementation}-{refusal.name}")
+def test_a_named_implementation_that_cannot_says_why(refusal):
+    with pytest.raises(NotImplementedError, match=re.escape(refusal.reason)):
+        api.choose_implementation(refusal.implementation, refusal.problem)
 
 
 def test_auto_takes_the_platforms_kernel_and_falls_back():
