@@ -28,6 +28,29 @@ class ScheduledSequence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PageMoves:
+    """Whole pages that a data rank moves before its tokens of the step run: the swaps out, then the swaps in, then the copies.
+
+    A page that is swapped out may be the destination of a later kind. Within one kind no page is a destination twice, nor a source and a destination.
+
+    Args:
+        swap_outs: (page, host page): keys and values go to host memory.
+        swap_ins: (host page, page): and come back.
+        copies: (page, page) of the rank's pool: source and destination. A sequence is about to write to a page that others read.
+    """
+
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_outs or self.swap_ins or self.copies)
+
+
+NO_MOVES = PageMoves()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankSchedule:
     """One data rank's part of a step: first every sequence with ``num_tokens == 1``, then prefill chunks of two or more tokens.
 
@@ -35,11 +58,13 @@ class RankSchedule:
         sequences: Of this rank, at most ``max_num_seqs``, no sequence twice; may be empty.
         num_decodes: How many of them, at the front, have ``num_tokens == 1``.
         num_tokens: Sum of their ``num_tokens``, at most the token budget.
+        moves: What happens to whole pages before its tokens run.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     num_decodes: int
     num_tokens: int
+    moves: PageMoves = NO_MOVES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +83,19 @@ class Schedule:
     def sequences(self) -> tuple[ScheduledSequence, ...]:
         """All of them, rank by rank: the order in which their tokens come back. Empty when there is nothing to do."""
         return self.ranks[0].sequences if len(self.ranks) == 1 else tuple(itertools.chain.from_iterable(rank.sequences for rank in self.ranks))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunnerCosts:
+    """What a runner measured at its start, in seconds.
+
+    Args:
+        token_s: One prompt token, in a prefill chunk that fills the step.
+        page_swap_s: One page to host memory or back.
+    """
+
+    token_s: float
+    page_swap_s: float
 
 
 class PendingStep(Protocol):
@@ -86,11 +124,21 @@ class Runner(Protocol):
     """Slots of one page."""
     max_num_seqs: int
     """Sequence slots of one rank."""
+    num_host_pages: int
+    """Pages of host memory that one rank's pages can be swapped to; 0 if it cannot swap."""
+    can_copy_pages: bool
+    """Whether it carries out ``PageMoves.copies``; without it a page that is shared in part is recomputed."""
+    page_bytes: int
+    """Bytes of one page on one device, all layers."""
+    costs: RunnerCosts | None
+    """Measured by ``warmup``; ``None`` if it has not been or nothing can be swapped."""
+    is_compiling: bool
+    """Whether ``dispatch`` is compiling at this moment. Read from other threads."""
 
     def warmup(self) -> None:
         """Compiles every bucket. Afterwards ``dispatch`` compiles nothing."""
         ...
 
     def dispatch(self, schedule: Schedule) -> PendingStep:
-        """Starts one step of a schedule that is not empty, without waiting for it. Steps run in the order of dispatch."""
+        """Starts one step of a schedule that has sequences, without waiting for it. Steps, page moves included, run in the order of dispatch."""
         ...

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxserve.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 EOS = 256
@@ -36,13 +36,28 @@ class FakeRunner:
     So a page that is given away too early, or twice, changes the output. Steps run when they are fetched, from what they were dispatched with.
     """
 
-    def __init__(self, *, num_pages: int = 64, page_size: int = 4, max_num_seqs: int = 8, next_token: NextToken = weighted_sum, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        max_num_seqs: int = 8,
+        next_token: NextToken = weighted_sum,
+        num_ranks: int = 1,
+        num_host_pages: int = 0,
+    ) -> None:
         self.num_ranks = num_ranks
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
+        self.num_host_pages = num_host_pages
+        self.can_copy_pages = True
+        self.page_bytes = 100 * page_size
+        self.costs: RunnerCosts | None = RunnerCosts(token_s=1e-3, page_swap_s=1e-3)
+        self.is_compiling = False
         self.next_token = next_token
         self.num_steps = 0
+        self.host_pools = [[-1] * (num_host_pages * page_size) for _ in range(num_ranks)]
         self.lose_pools()
         self.errors: list[Exception | None] = []  # of the steps to come
 
@@ -70,9 +85,14 @@ class FakeStep:
             for index, rank in enumerate(schedule.ranks)
             for row in rank.sequences
         ]
+        self._moves = [rank.moves for rank in schedule.ranks]
 
     def fetch(self) -> list[int]:
         pools = self._runner.pools
+        for pool, host_pool, moves in zip(pools, self._runner.host_pools, self._moves, strict=True):
+            self._move(pool, host_pool, moves.swap_outs)
+            self._move(host_pool, pool, moves.swap_ins)
+            self._move(pool, pool, moves.copies)
         for rank, token_ids, start, page_ids, _ in self._rows:
             for position, token_id in enumerate(token_ids, start):
                 pools[rank][self._slot(page_ids, position)] = token_id
@@ -82,6 +102,12 @@ class FakeStep:
             assert context[start:] == token_ids, "two sequences of a step wrote to one slot"
             sampled.append(self._runner.next_token(context, seed))
         return sampled
+
+    def _move(self, source: list[int], destination: list[int], pairs: Sequence[tuple[int, int]]) -> None:
+        size = self._runner.page_size
+        pages = [source[page * size : (page + 1) * size] for page, _ in pairs]
+        for (_, page), tokens in zip(pairs, pages, strict=True):
+            destination[page * size : (page + 1) * size] = tokens
 
     def _slot(self, page_ids: Sequence[int], position: int) -> int:
         return page_ids[position // self._runner.page_size] * self._runner.page_size + position % self._runner.page_size
@@ -98,6 +124,10 @@ def check_schedule(schedule: Schedule, runner: FakeRunner) -> None:
         assert all(row.sequence.rank == index and 0 <= row.sequence.slot < runner.max_num_seqs for row in rows)
         assert [row.num_tokens == 1 for row in rows] == [i < rank.num_decodes for i in range(len(rows))]
         assert rank.num_tokens == sum(row.num_tokens for row in rows)
+        for pairs in (rank.moves.swap_outs, rank.moves.swap_ins, rank.moves.copies):
+            destinations = [destination for _, destination in pairs]
+            assert len(set(destinations)) == len(destinations)
+        assert not {source for source, _ in rank.moves.copies} & {destination for _, destination in rank.moves.copies}
         for row in rows:
             assert row.num_tokens >= 1
             end = row.start + row.num_tokens
