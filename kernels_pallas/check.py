@@ -63,7 +63,8 @@ def numerics_cells(implementations: Sequence[str] | None = None) -> Iterator[Cel
         if row is None:
             yield Cell(op=OPS[0], implementation="all", shape="", check="numerics", held=False, detail=failure)
         else:
-            yield Cell(op=OPS[0], **({"check": "numerics"} | row))
+            fields: dict[str, Any] = {"check": "numerics"} | row
+            yield Cell(op=OPS[0], **fields)
 
 
 def race_cells(cases: Sequence[str] = ()) -> Iterator[Cell]:
@@ -151,8 +152,10 @@ def report(*, chosen_targets: Sequence[str] | None = None, quick: bool = False, 
     Returns:
         0 only if every cell held.
     """
+    left_out: dict[str, str] = {}
     if chosen_targets is None:
-        chosen_targets = [target for target in targets.TARGETS if targets.missing(target) is None]
+        left_out = {target: reason for target in targets.TARGETS if (reason := targets.missing(target)) is not None}
+        chosen_targets = [target for target in targets.TARGETS if target not in left_out]
     cells: list[Cell] = []
     started = time.monotonic()
     print(_HEADER)
@@ -160,6 +163,8 @@ def report(*, chosen_targets: Sequence[str] | None = None, quick: bool = False, 
         cells.append(cell)
         print(_line(cell), flush=True)
     totals = summary(cells)
+    for target, reason in left_out.items():
+        print(f"not compiled for {target}: {reason}")
     print(f"{totals['held']} held, {totals['failed']} failed, {time.monotonic() - started:.0f} s")
     if as_json:
         print(json.dumps(totals))
