@@ -11,6 +11,8 @@ import pytest
 
 # Before any test imports jax. A compiler plugin beside jax must not be probed for chips; a run for real chips names its platform itself.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Eight devices on one CPU, for the tests of meshes; what names no device still runs on the first. A flag that is set already wins.
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}".rstrip()
 # Tests never reach for the network; what needs a hub talks to a fake endpoint that it starts itself.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
