@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -102,8 +103,8 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(logical_axis))
 
     def model_axis(self, logical_axis: str) -> str | None:
-        """``MODEL`` where the work along a logical axis is split over the model ranks, else ``None``: every model rank does all of it."""
-        return MODEL if MODEL in self.mesh_axes(logical_axis) else None
+        """``MODEL`` where the work along a logical axis is split over several model ranks, else ``None``: every model rank does all of it."""
+        return MODEL if self.shape.model > 1 and MODEL in self.mesh_axes(logical_axis) else None
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical axes."""
@@ -111,6 +112,10 @@ class Layout:
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """The context to trace in: what asks for the device it is traced for is told the mesh's, real or only compiled for."""
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def map_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """``function`` run by each device on its own parts. On a mesh of one device that is the function itself."""

@@ -70,13 +70,16 @@ def soft_cap(x: Float32[Array, "*shape"], cap: float | None) -> Float32[Array, "
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _product(x_TI: Array, weight: nnx.Param[Array], bias: nnx.Param[Array] | None = None) -> Float32[Array, "T O"]:
+def _product(x_TI: Array, weight: nnx.Param[Array], bias: nnx.Param[Array] | None = None, *, dtype: Any = jnp.float32) -> Float32[Array, "T O"]:
     """``x @ weight.T + bias`` in float32, for a weight ``[out…, in…]`` and a bias ``[out…]``.
 
     Their axes are flattened, which costs nothing; for a product that keeps them XLA:CPU would transpose the whole weight.
+
+    Args:
+        dtype: In which the product is rounded before the bias. Where its inputs are split over devices the parts are summed in this dtype.
     """
     weight_OI = weight[...].reshape(-1, x_TI.shape[1])
-    y_TO = jax.lax.dot_general(x_TI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    y_TO = jax.lax.dot_general(x_TI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
     return y_TO if bias is None else y_TO + bias[...].reshape(-1).astype(jnp.float32)
 
 
@@ -86,6 +89,7 @@ class DecoderLayer(nnx.Module):
     Args:
         spec: The model.
         values: The layer's parameters, or their shapes, by the last part of their paths in ``param_specs``.
+        is_split: Whether the parameters are split over several devices.
     """
 
     input_norm: nnx.Param[Array]
@@ -103,8 +107,9 @@ class DecoderLayer(nnx.Module):
     gate_up_bias: nnx.Param[Array] | None = None
     down_bias: nnx.Param[Array] | None = None
 
-    def __init__(self, spec: ModelSpec, values: Mapping[str, Any]) -> None:
+    def __init__(self, spec: ModelSpec, values: Mapping[str, Any], *, is_split: bool) -> None:
         self.spec = spec
+        self.is_split = is_split
         for name, value in values.items():
             setattr(self, name, nnx.Param(value))
 
@@ -122,7 +127,7 @@ class DecoderLayer(nnx.Module):
         spec, dtype = self.spec, x_TD.dtype
         q_TNH, k_TKH, v_TKH = self._queries_keys_values(self._norm(x_TD, self.input_norm).astype(dtype), cos_TR, sin_TR)
         o_TNH, pool = attend(q_TNH, k_TKH, v_TKH, pool, layer, window)
-        o_TD = _product(o_TNH.astype(dtype).reshape(x_TD.shape[0], -1), self.o, self.o_bias)
+        o_TD = _product(o_TNH.astype(dtype).reshape(x_TD.shape[0], -1), self.o, self.o_bias, dtype=self._sum_dtype(dtype))
         if spec.post_norms:
             o_TD = self._norm(o_TD, self.post_attention_norm)
         x_TD = (x_TD + o_TD).astype(dtype)
@@ -145,9 +150,23 @@ class DecoderLayer(nnx.Module):
         return q_TNH.astype(x_TD.dtype), k_TKH.astype(x_TD.dtype), v_TKH.astype(x_TD.dtype)
 
     def _mlp(self, x_TD: Array) -> Array:
-        gate_TF, up_TF = jnp.split(_product(x_TD, self.gate_up, self.gate_up_bias), 2, axis=1)
+        gate_TF, up_TF = self._gate_up(x_TD)
         gate_TF = jax.nn.silu(gate_TF) if self.spec.activation == "silu" else jax.nn.gelu(gate_TF, approximate=True)
-        return _product((gate_TF * up_TF).astype(x_TD.dtype), self.down, self.down_bias)
+        return _product((gate_TF * up_TF).astype(x_TD.dtype), self.down, self.down_bias, dtype=self._sum_dtype(x_TD.dtype))
+
+    def _gate_up(self, x_TD: Array) -> tuple[Array, Array]:
+        if not self.is_split:
+            gate_TF, up_TF = jnp.split(_product(x_TD, self.gate_up, self.gate_up_bias), 2, axis=1)
+            return gate_TF, up_TF
+        # F is split over devices, and flattening would mix it with the axis of two in front of it.
+        y_T2F = jax.lax.dot_general(x_TD, self.gate_up[...], (((1,), (2,)), ((), ())), preferred_element_type=jnp.float32)
+        if self.gate_up_bias is not None:
+            y_T2F = y_T2F + self.gate_up_bias[...].astype(jnp.float32)
+        return y_T2F[:, 0], y_T2F[:, 1]
+
+    def _sum_dtype(self, dtype: Any) -> Any:
+        """Of products that devices sum up: the model's own, half the bytes of float32 on the links."""
+        return dtype if self.is_split else jnp.float32
 
 
 class Stem(nnx.Module):

@@ -118,13 +118,14 @@ class Model:
         return nnx.merge(self.stem_graph, {name: value for name, value in params.items() if name != "layers"})
 
 
-def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm) -> Model:
+def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm, is_split: bool = False) -> Model:
     """The model of a spec.
 
     Args:
         spec: What the decoder is.
         dtype: Of parameters and residual stream: anything that numpy takes for a dtype, such as ``"bfloat16"``.
         layers: Form of the layers and of their parameters.
+        is_split: Whether the parameters will be split over several devices, which then sum up their parts of each block in ``dtype``.
     """
     dtype = jnp.dtype(dtype)
     layer: dict[str, jax.ShapeDtypeStruct] = {}
@@ -132,7 +133,7 @@ def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm) -> Model:
     for path, param in param_specs(spec).items():
         values = layer if param.per_layer else stem
         values[path.removeprefix("layers.")] = jax.ShapeDtypeStruct(param.shape, dtype)
-    layer_graph, _ = nnx.split(DecoderLayer(spec, layer))
+    layer_graph, _ = nnx.split(DecoderLayer(spec, layer, is_split=is_split))
     stem_graph, _ = nnx.split(Stem(spec, stem))
     return Model(spec=spec, dtype=dtype, layers=layers, layer_graph=layer_graph, stem_graph=stem_graph)
 

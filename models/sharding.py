@@ -35,7 +35,7 @@ def fit_kv_heads(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig, *, rep
         ConfigError: There are fewer, and repeating them is not allowed or does not come out even.
     """
     K, ranks = spec.num_kv_heads, mesh.model
-    if MODEL not in (rules.kv_heads or ()) or K >= ranks:
+    if MODEL not in (rules.kv_heads or ()) or ranks <= K:
         return spec
     repeat, rest = divmod(ranks, K)
     if rest or spec.num_heads % ranks:

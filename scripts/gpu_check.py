@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.config import ShardingConfig
 from jaxserve.dims import ceil_div
 from jaxserve.engine.batch import Bucket
 from jaxserve.engine.step import Carry, attention_problem, make_step
@@ -39,6 +40,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import (
 )  # fmt: skip
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.target import current_target, find_chip
+from jaxserve.mesh import MeshShape, make_layout
 from jaxserve.models.hf_config import spec_from_config
 from jaxserve.models.model import build_model
 
@@ -193,6 +195,7 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
     fill = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02), static_argnums=1)
     params = jax.block_until_ready(jax.tree.map(lambda array: fill(jax.random.key(0), array.shape), model.abstract_params()))
     weight_bytes = sum(array.nbytes for array in jax.tree.leaves(params)) - params["embed"].nbytes
+    layout = make_layout(MeshShape(), ShardingConfig())
     context = 1024 if on_gpu else 32
     for rows in (1, 8, 64, 256) if on_gpu else (2,):
         width = ceil_div(context + 64, PAGE_SIZE)
@@ -200,8 +203,8 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
             num_layers=spec.num_layers, num_pages=rows * width, page_size=PAGE_SIZE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=jnp.bfloat16
         )  # fmt: skip
         bucket = Bucket(rows, rows, width, True)
-        attention = choose_implementation(NAME, attention_problem(model, bucket, shape))
-        step = make_step(model, bucket, shape=shape, attention=attention)
+        attention = choose_implementation(NAME, attention_problem(model, bucket, shape, layout))
+        step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
         pool = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), attention.init_pool(shape))
         packed = jnp.asarray(packed_decode(bucket, context, shape.num_pages))
         start = time.perf_counter()
@@ -229,7 +232,7 @@ def packed_decode(bucket: Bucket, context: int, num_pages: int) -> np.ndarray:
     fields[:, 5] = np.float32(1.0).view(np.int32)  # top_p
     table = np.arange(rows * width, dtype=np.int32).reshape(rows, width) % num_pages
     head = np.concatenate([[rows, rows], np.full(rows, 7)]).astype(np.int32)
-    return np.concatenate([head, np.concatenate([fields, table], axis=1).reshape(-1)])
+    return np.concatenate([head, np.concatenate([fields, table], axis=1).reshape(-1)])[None]
 
 
 PARTS = ("correctness", "decode", "prefill", "engine")

@@ -13,17 +13,20 @@ from jaxserve.config import Config
 from jaxserve.engine.batch import Buckets, make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan, plan_pool
+from jaxserve.engine.kv_cache import PoolPlan, device_pool_shape, plan_pool
 from jaxserve.engine.memory import device_memory, release_unused
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.engine.step import attention_problem
 from jaxserve.errors import ConfigError
-from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, PoolShape, choose_implementation
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, choose_implementation
+from jaxserve.mesh import Layout, MeshShape, choose_mesh_shape, make_layout
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.progress import Progress
 from jaxserve.models.model import Model, build_model
 from jaxserve.models.params import Params
+from jaxserve.models.sharding import check_layout, fit_kv_heads
+from jaxserve.models.spec import ModelSpec
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,12 +52,16 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
         _enable_compilation_cache()
     started = time.monotonic()
     device = jax.devices()[0]
+    is_cpu = device.platform == "cpu"
     execution = choose_execution(config, device.platform)
+    mesh_shape = choose_mesh_shape(config.mesh, jax.device_count(), is_cpu=is_cpu)
+    layout = make_layout(mesh_shape, config.sharding)
 
     checkpoint = open_checkpoint(config.model, progress=progress)
+    spec = fit_model(checkpoint.spec, config, mesh_shape)
     max_model_len = _max_model_len(config, checkpoint)
     tokenizer = load_tokenizer(checkpoint, chat_template=config.model.chat_template)
-    model = build_model(checkpoint.spec, dtype=config.model.dtype, layers=execution.layers)
+    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
     params = checkpoint.load_params(model, progress=progress)
     logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
 
@@ -66,17 +73,18 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
         max_rows=config.scheduler.max_num_seqs,
         table_width=width,
     )
-    attention = _choose_attention(config, model, buckets, execution.kv_dtype)
-    logger.info("%s: jax %s, layers: %s, attention: %s", device.device_kind, jax.__version__, execution.layers, attention.name)
+    attention = _choose_attention(config, model, buckets, execution.kv_dtype, layout)
+    logger.info("%s, mesh %s: jax %s, layers: %s, attention: %s", device.device_kind, mesh_shape, jax.__version__, execution.layers, attention.name)
     plan = plan_pool(
-        checkpoint.spec,
+        spec,
         config.cache,
         attention=attention,
         dtype=execution.kv_dtype,
         table_width=width,
         max_num_seqs=config.scheduler.max_num_seqs,
         memory=device_memory(device),
-        is_cpu=device.platform == "cpu",
+        is_cpu=is_cpu,
+        layout=layout,
     )
     _check_pool(plan, model, buckets)
     buckets = dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
@@ -96,21 +104,31 @@ def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkp
     return Engine(runner, tokenizer, model.spec, config, model_name=name, sampling_defaults=checkpoint.generation_defaults)
 
 
-def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any) -> Implementation:
+def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
+    """The model as it is split over a mesh, its KV heads repeated where the configuration allows it.
+
+    Raises:
+        ConfigError: It cannot be split so.
+    """
+    fitted = fit_kv_heads(spec, mesh, config.sharding, replicate=config.mesh.replicate_kv_heads)
+    check_layout(fitted, mesh, config.sharding)
+    if fitted.kv_repeat > 1:
+        logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
+    return fitted
+
+
+def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any, layout: Layout) -> Implementation:
     """The first implementation that serves every bucket."""
-    shape = PoolShape(
-        num_layers=model.spec.num_layers, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, num_kv_heads=model.spec.num_kv_heads,
-        head_dim=model.spec.head_dim, dtype=kv_dtype,
-    )  # fmt: skip
+    shape = device_pool_shape(model.spec, layout, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, dtype=kv_dtype)
     try:
-        return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape) for bucket in buckets.all()))
+        return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.all()))
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
 
 
 def _check_pool(plan: PoolPlan, model: Model, buckets: Buckets) -> None:
     """What attention refuses for the pool's size shows only when that is known."""
-    reason = plan.attention.refusal(attention_problem(model, buckets.all()[-1], plan.shape))
+    reason = plan.attention.refusal(attention_problem(model, buckets.all()[-1], plan.shape, plan.layout))
     if reason is not None:
         raise ConfigError(f"cache.num_pages={plan.shape.num_pages} cannot be served by {plan.attention.name}: {reason}")
 
@@ -125,10 +143,11 @@ def _max_model_len(config: Config, checkpoint: Checkpoint) -> int:
 
 
 def _log_what_fits(params: Params, plan: PoolPlan, max_model_len: int) -> None:
-    weight_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
+    weight_bytes = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(params))
+    each = "" if plan.layout.is_single_device else " a device"
     logger.info(
-        "weights %.2f GiB, KV pool %.2f GiB: %d pages of %d tokens (%s), %d tokens in all",
-        weight_bytes / 2**30, plan.total_bytes / 2**30, plan.shape.num_pages, plan.shape.page_size, plan.shape.dtype, plan.num_slots,
+        "weights %.2f GiB%s, KV pool %.2f GiB%s: %d pages of %d tokens (%s), %d tokens in all",
+        weight_bytes / 2**30, each, plan.device_bytes / 2**30, each, plan.shape.num_pages, plan.shape.page_size, plan.shape.dtype, plan.num_slots,
     )  # fmt: skip
     lengths = sorted({length for length in (1024, 4096, 16384) if length < max_model_len} | {max_model_len})
     logger.info("room for %s", ", ".join(f"{plan.num_slots / length:.1f} sequences of {length} tokens" for length in lengths))

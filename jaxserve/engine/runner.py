@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets
 from jaxserve.engine.kv_cache import PoolPlan
-from jaxserve.engine.schedule import Schedule
-from jaxserve.engine.step import Carry, compile_step, make_step
+from jaxserve.engine.schedule import RunnerCosts, Schedule
+from jaxserve.engine.step import abstract_carry, lower_step, make_step
 from jaxserve.models.model import Model
 from jaxserve.models.params import Params
 
@@ -25,18 +25,19 @@ logger = logging.getLogger(__name__)
 class DeviceStep:
     """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own."""
 
-    def __init__(self, token_ids_B: jax.Array, num_rows: int, on_failure: Callable[[], None]) -> None:
-        self._token_ids_B = token_ids_B
+    def __init__(self, token_ids_RB: jax.Array, num_rows: Sequence[int], on_failure: Callable[[], None]) -> None:
+        self._token_ids_RB = token_ids_RB
         self._num_rows = num_rows
         self._on_failure = on_failure
 
     def fetch(self) -> list[int]:
-        """Waits for the step and returns one token id for each scheduled sequence."""
+        """Waits for the step and returns one token id for each scheduled sequence, rank by rank."""
         try:
-            return np.asarray(self._token_ids_B)[: self._num_rows].tolist()
+            ranks = np.asarray(self._token_ids_RB).reshape(len(self._num_rows), -1)
         except Exception:
             self._on_failure()
             raise
+        return [token_id for rank, num_rows in zip(ranks, self._num_rows, strict=True) for token_id in rank[:num_rows].tolist()]
 
 
 class DeviceRunner:
@@ -44,26 +45,31 @@ class DeviceRunner:
 
     Args:
         model: What to run.
-        params: Its parameters, on the device.
-        pool_plan: The KV pool to allocate.
+        params: Its parameters, on the devices of the pool's mesh.
+        pool_plan: The KV pool to allocate, and the mesh.
         buckets: The shapes to compile for.
-        max_num_seqs: Sequence slots.
+        max_num_seqs: Sequence slots of a data rank.
 
     Attributes:
         num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
     """
 
     def __init__(self, model: Model, params: Params, pool_plan: PoolPlan, buckets: Buckets, *, max_num_seqs: int) -> None:
-        self.num_ranks = 1
+        self.num_ranks = pool_plan.layout.shape.data
         self.num_pages = pool_plan.shape.num_pages
         self.page_size = pool_plan.shape.page_size
         self.max_num_seqs = max_num_seqs
+        self.num_host_pages = 0
+        self.can_copy_pages = False
+        self.page_bytes = pool_plan.page_bytes
+        self.costs: RunnerCosts | None = None
+        self.is_compiling = False
         self.num_late_compiles = 0
         self.buckets = buckets
         self._model = model
         self._params = params
         self._pool_plan = pool_plan
-        self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs)
+        self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs, num_ranks=self.num_ranks)
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._warm = False
         self._reset()
@@ -98,11 +104,11 @@ class DeviceRunner:
                 logger.warning("compiling %s in the middle of serving: warm-up missed it", bucket)
             compiled = self._compile(bucket)
         try:
-            self._pool, self._carry, token_ids_B = compiled(self._params, self._pool, self._carry, packed)
+            self._pool, self._carry, token_ids_RB = compiled(self._params, self._pool, self._carry, packed)
         except Exception:
             self._reset()
             raise
-        return DeviceStep(token_ids_B, len(schedule.sequences), self._reset)
+        return DeviceStep(token_ids_RB, [len(rank.sequences) for rank in schedule.ranks], self._reset)
 
     def temp_bytes(self) -> dict[Bucket, int]:
         """Bytes of temporaries of each compiled bucket."""
@@ -110,13 +116,15 @@ class DeviceRunner:
         return {bucket: analysis.temp_size_in_bytes for bucket, analysis in analyses.items() if analysis is not None}
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        step = make_step(self._model, bucket, shape=self._pool_plan.shape, attention=self._pool_plan.attention)
-        pool, carry = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (self._pool, self._carry))
-        compiled = compile_step(step, self._params, pool, carry, bucket)
+        plan = self._pool_plan
+        step = make_step(self._model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout)
+        carry = abstract_carry(self.max_num_seqs, plan.layout)
+        compiled = lower_step(step, self._params, plan.abstract(), carry, bucket, plan.layout).compile()
         self._compiled[bucket] = compiled
         return compiled
 
     def _reset(self) -> None:
         self._pool = None  # Before the new one is made: there may be no room for two.
         self._pool = self._pool_plan.allocate()
-        self._carry = Carry(jnp.zeros(self.max_num_seqs, jnp.int32))
+        carry = abstract_carry(self.max_num_seqs, self._pool_plan.layout)
+        self._carry = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), carry)

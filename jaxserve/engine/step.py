@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
 from jaxserve.engine.batch import FROM_CARRY, ROW_FIELDS, Bucket
 from jaxserve.engine.sampler import SamplingArrays, sample
+from jaxserve.engine.split_sampler import sample_split
 from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, KVPool, PoolShape, Problem, RaggedBatch, make_problem, ragged_paged_attention
+from jaxserve.mesh import DATA, EACH_DEVICE, EACH_RANK, REPLICATED, Layout
 from jaxserve.models.model import Model
 from jaxserve.models.params import Params
+from jaxserve.models.sharding import param_shardings
 
 
 class Carry(NamedTuple):
-    """What stays on the device between steps because the next step may need it before the host has seen it. One entry a sequence slot."""
+    """What stays on the device between steps because the next step may need it before the host has seen it. One entry a sequence slot, rank by rank."""
 
     last_token: Int32[Array, "slots"]
 
@@ -38,46 +42,80 @@ class StepInput(NamedTuple):
     sampling: SamplingArrays
 
 
-Step = Callable[[Params, KVPool, Carry, Int32[Array, "X"]], tuple[KVPool, Carry, Int32[Array, "B"]]]
+Step = Callable[[Params, KVPool, Carry, Int32[Array, "R X"]], tuple[KVPool, Carry, Int32[Array, "RB"]]]
 
 
-def attention_problem(model: Model, bucket: Bucket, shape: PoolShape) -> Problem:
-    """What attention has to serve in a bucket, for the device at hand."""
-    return make_problem(
-        num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=bucket.table_width, num_heads=model.spec.num_heads, shape=shape,
-        q_dtype=model.dtype, decode_only=bucket.decode_only,
-    )  # fmt: skip
-
-
-def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Implementation) -> Step:
-    """The step of one bucket: ``step(params, pool, carry, packed) -> (pool, carry, token_ids_B)``.
-
-    Pure. Donate ``pool`` and ``carry``. Padding is inert: it writes to no page and to no slot, and no live row reads it.
+def attention_problem(model: Model, bucket: Bucket, shape: PoolShape, layout: Layout) -> Problem:
+    """What attention has to serve in a bucket on each device.
 
     Args:
         model: What to run.
-        bucket: Shapes of the packed batch.
-        shape: The pool's logical shape.
+        bucket: Shapes of a rank's batch.
+        shape: A device's part of the pool.
+        layout: The mesh.
+    """
+    with layout.tracing():
+        return make_problem(
+            num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=bucket.table_width, num_heads=model.spec.group_size * shape.num_kv_heads,
+            shape=shape, q_dtype=model.dtype, decode_only=bucket.decode_only,
+        )  # fmt: skip
+
+
+def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Implementation, layout: Layout) -> Step:
+    """The step of one bucket: ``step(params, pool, carry, packed_RX) -> (pool, carry, token_ids_RB)``.
+
+    Pure. Donate ``pool`` and ``carry``. Padding is inert: it writes to no page and to no slot, and no live row reads it.
+
+    On a mesh, XLA splits the model by the shardings of its parameters. What belongs to a data rank or a device alone (the batch, the pool, attention,
+    sampling) is computed by each of them on its own part: their arrays lie one after the other along the first axis.
+
+    Args:
+        model: What to run.
+        bucket: Shapes of each rank's packed batch.
+        shape: A device's part of the pool.
         attention: Its implementation, which the pool's layout belongs to.
+        layout: The mesh and the sharding rules.
     """
     spec = model.spec
+    problem = attention_problem(model, bucket, shape, layout)
+    vocab_axis = layout.model_axis("vocab")
+    per_head = PartitionSpec(DATA, layout.model_axis("kv_heads"))
 
-    def step(params: Params, pool: KVPool, carry: Carry, packed: Array) -> tuple[KVPool, Carry, Array]:
-        batch = unpack(packed[0], bucket, page_size=shape.page_size, num_pages=shape.num_pages)
-        work = attention.prepare(batch.ragged, attention_problem(model, bucket, shape))
+    def read_batch(packed_1X: Array, carry: Carry) -> tuple[StepInput, Any, Array]:
+        batch = unpack(packed_1X[0], bucket, page_size=shape.page_size, num_pages=shape.num_pages)
+        work = jax.tree.map(lambda array: array[None], attention.prepare(batch.ragged, problem))  # A first axis to lie along, of arrays of any shape.
+        carried_T = carry.last_token.at[batch.slot_B[batch.row_T]].get(mode="clip")
+        return batch, work, jnp.where(batch.token_ids_T == FROM_CARRY, carried_T, batch.token_ids_T)
+
+    def attend_one(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, ragged: RaggedBatch, work: Any, layer: Any, window: Any) -> tuple[Array, KVPool]:
+        return ragged_paged_attention(
+            q_TNH, k_TKH, v_TKH, pool, ragged, jax.tree.map(lambda array: array[0], work), shape=shape, layer=layer, window=window,
+            scale=spec.attention_scale, soft_cap=spec.attention_soft_cap, decode_only=bucket.decode_only, implementation=attention,
+        )  # fmt: skip
+
+    def choose_tokens(logits_BV: Array, batch: StepInput, carry: Carry) -> tuple[Carry, Array]:
+        token_ids_B = sample(logits_BV, batch.sampling) if vocab_axis is None else sample_split(logits_BV, batch.sampling, vocab_axis)
+        return Carry(carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop")), token_ids_B
+
+    read_batches = layout.map_devices(read_batch, in_specs=(EACH_RANK, EACH_RANK), out_specs=EACH_RANK)
+    attend_all = layout.map_devices(
+        attend_one,
+        in_specs=(per_head, per_head, per_head, EACH_DEVICE, EACH_RANK, EACH_RANK, REPLICATED, REPLICATED),
+        out_specs=(per_head, EACH_DEVICE),
+    )
+    take_rows = layout.map_devices(lambda x_TD, index_B: x_TD[index_B], in_specs=(EACH_RANK, EACH_RANK), out_specs=EACH_RANK)
+    choose_all_tokens = layout.map_devices(choose_tokens, in_specs=(PartitionSpec(DATA, vocab_axis), EACH_RANK, EACH_RANK), out_specs=(EACH_RANK, EACH_RANK))
+
+    def step(params: Params, pool: KVPool, carry: Carry, packed_RX: Array) -> tuple[KVPool, Carry, Array]:
+        batch, work, token_ids_T = read_batches(packed_RX, carry)
 
         def attend(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, layer: Array | int, window: Array | int) -> tuple[Array, KVPool]:
-            return ragged_paged_attention(
-                q_TNH, k_TKH, v_TKH, pool, batch.ragged, work, shape=shape, layer=layer, window=window, scale=spec.attention_scale,
-                soft_cap=spec.attention_soft_cap, decode_only=bucket.decode_only, implementation=attention,
-            )  # fmt: skip
+            return attend_all(q_TNH, k_TKH, v_TKH, pool, batch.ragged, work, layer, window)
 
-        carried_T = carry.last_token.at[batch.slot_B[batch.row_T]].get(mode="clip")
-        token_ids_T = jnp.where(batch.token_ids_T == FROM_CARRY, carried_T, batch.token_ids_T)
         x_TD, pool = model.forward(params, token_ids_T, batch.ragged.positions_T, pool, attend)
-        logits_BV = model.logits(params, x_TD[batch.last_token_B])
-        token_ids_B = sample(logits_BV, batch.sampling)
-        return pool, Carry(carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop")), token_ids_B
+        logits_BV = model.logits(params, take_rows(x_TD, batch.last_token_B))
+        carry, token_ids_B = choose_all_tokens(logits_BV, batch, carry)
+        return pool, carry, token_ids_B
 
     return step
 
@@ -113,7 +151,29 @@ def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pag
     return StepInput(packed[2 : 2 + T], row_T, jnp.maximum(query_ends_B - 1, 0), slot_B, ragged, sampling)
 
 
-def compile_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: Bucket) -> jax.stages.Compiled:
-    """Compiles a step for a bucket, from abstract or real arrays, with pool and carry donated."""
-    packed = jax.ShapeDtypeStruct((1, bucket.packed_size), jnp.int32)
-    return jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, carry, packed).compile()
+def abstract_params(model: Model, layout: Layout) -> Params:
+    """The parameters as abstract arrays, each with its sharding."""
+    shardings = param_shardings(model.spec, model.layers, layout)
+    return jax.tree.map(lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), model.abstract_params(), shardings)
+
+
+def abstract_carry(max_num_seqs: int, layout: Layout) -> Carry:
+    """The carry as an abstract array with its sharding; ``max_num_seqs`` slots a rank."""
+    slots: Any = jax.ShapeDtypeStruct((layout.shape.data * max_num_seqs,), jnp.int32, sharding=layout.sharding(EACH_RANK))
+    return Carry(slots)
+
+
+def lower_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: Bucket, layout: Layout) -> jax.stages.Lowered:
+    """Lowers a step for a bucket, with pool and carry donated.
+
+    Args:
+        step: From :func:`make_step`.
+        params: Abstract or real arrays, as pool and carry, with their shardings on the layout's mesh.
+        pool: The KV pool.
+        carry: The carry.
+        bucket: Shapes of each rank's batch.
+        layout: The mesh; its devices may be those of a topology that is only compiled for.
+    """
+    packed = jax.ShapeDtypeStruct((layout.shape.data, bucket.packed_size), jnp.int32, sharding=layout.sharding(EACH_RANK))
+    with layout.tracing():
+        return jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, carry, packed)

@@ -7,11 +7,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import CacheConfig
+from jaxserve.config import CacheConfig, ShardingConfig
 from jaxserve.engine.kv_cache import PoolPlan, plan_pool
 from jaxserve.engine.memory import Memory, _cgroup_memory
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
+from jaxserve.mesh import MeshShape, make_layout
 from tests.engine.tiny import tiny_spec
 
 UNLIMITED = 2**63 - 1
@@ -20,7 +21,7 @@ UNLIMITED = 2**63 - 1
 def plan(config: CacheConfig, memory: Memory, *, max_num_seqs: int = 1000, table_width: int = 1000, is_cpu: bool = True) -> PoolPlan:
     return plan_pool(
         tiny_spec(), config, attention=IMPLEMENTATIONS["xla"], dtype=jnp.float32, table_width=table_width, max_num_seqs=max_num_seqs, memory=memory,
-        is_cpu=is_cpu,
+        is_cpu=is_cpu, layout=make_layout(MeshShape(), ShardingConfig()),
     )  # fmt: skip
 
 

@@ -7,14 +7,16 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig, ShardingConfig
 from jaxserve.engine.batch import make_buckets, table_width
+from jaxserve.engine.build import fit_model
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import plan_pool
 from jaxserve.engine.memory import Memory
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
+from jaxserve.mesh import MeshShape, make_layout
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 from jaxserve.request import SamplingParams
@@ -59,21 +61,27 @@ def tiny_engine(
     spec: ModelSpec | None = None,
     attention: str = "xla",
     cache_dtype: Literal["auto", "fp8"] = "auto",
+    mesh: MeshShape = MeshShape(),
+    sharding: ShardingConfig = ShardingConfig(),
 ) -> Engine:
-    """An engine on the tiny model. Without warm-up each bucket compiles when it is first met."""
+    """An engine on the tiny model. Without warm-up each bucket compiles when it is first met. KV heads are repeated where the mesh needs it."""
     spec = spec or tiny_spec()
     config = Config(
         model=ModelConfig(dtype=dtype),
+        mesh=MeshConfig(data=mesh.data, model=mesh.model, replicate_kv_heads=True),
+        sharding=sharding,
         cache=CacheConfig(page_size=page_size, num_pages=num_pages, dtype=cache_dtype),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step),
         engine=EngineConfig(layers=layers, token_buckets=token_buckets, sequence_buckets=(2, 4, 8)),
     )
     execution = choose_execution(config, "cpu")
-    model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers)
+    layout = make_layout(mesh, sharding)
+    spec = fit_model(spec, config, mesh)
+    model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers, is_split=not layout.is_single_device)
     width = table_width(spec.max_position, page_size)
     plan = plan_pool(
         spec, config.cache, attention=IMPLEMENTATIONS[attention], dtype=execution.kv_dtype,
-        table_width=width, max_num_seqs=max_num_seqs, memory=Memory(2**30, 2**30), is_cpu=True,
+        table_width=width, max_num_seqs=max_num_seqs, memory=Memory(2**30, 2**30), is_cpu=True, layout=layout,
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
     runner = DeviceRunner(model, model.random_params(0, randomize_all=True), plan, buckets, max_num_seqs=max_num_seqs)

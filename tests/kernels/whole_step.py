@@ -10,11 +10,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxserve.config import ShardingConfig
 from jaxserve.engine.batch import Bucket
 from jaxserve.engine.step import Carry, attention_problem, make_step
 from jaxserve.kernels_pallas.compiling import compile_report, device_of, place
 from jaxserve.kernels_pallas.ragged_paged_attention.api import PoolShape, choose_implementation
 from jaxserve.kernels_pallas.targets import TPU_TOPOLOGIES
+from jaxserve.mesh import MeshShape, make_layout
 from jaxserve.models.hf_config import spec_from_config
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import ModelSpec
@@ -41,8 +43,9 @@ def main(target: str) -> None:
         )  # fmt: skip
         for kind, bucket in BUCKETS.items():
             with device_of(target) as sharding:
-                attention = choose_implementation("auto", attention_problem(model, bucket, shape))
-                step = make_step(model, bucket, shape=shape, attention=attention)
+                layout = make_layout(MeshShape(), ShardingConfig(), list(sharding.mesh.devices.flat))
+                attention = choose_implementation("auto", attention_problem(model, bucket, shape, layout))
+                step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
                 packed = jax.ShapeDtypeStruct((1, bucket.packed_size), jnp.int32)
                 carry = Carry(jax.ShapeDtypeStruct((64,), jnp.int32))
                 arguments = place((model.abstract_params(), attention.init_pool(shape), carry, packed), sharding)
