@@ -6,15 +6,13 @@ import dataclasses
 import json
 import os
 import queue
-import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxserve.kernels_pallas import targets
+from jaxserve.kernels_pallas.child_process import rows_of
 
 OPS = ("ragged_paged_attention",)
 """Every op."""
@@ -59,7 +57,7 @@ class Cell:
 def numerics_cells(implementations: Sequence[str] | None = None) -> Iterator[Cell]:
     """Every implementation on every shared case, and what is refused, in a process of its own."""
     names = [] if implementations is None else list(implementations)
-    for row, failure in _rows("jaxserve.kernels_pallas.numerics", names, _cpu_environment(), time_limit_s=900):
+    for row, failure in rows_of("jaxserve.kernels_pallas.numerics", names, _cpu_environment(), time_limit_s=900):
         if row is None:
             yield Cell(op=OPS[0], implementation="all", shape="", check="numerics", held=False, detail=failure)
         else:
@@ -69,7 +67,7 @@ def numerics_cells(implementations: Sequence[str] | None = None) -> Iterator[Cel
 
 def race_cells(cases: Sequence[str] = ()) -> Iterator[Cell]:
     """The TPU kernels on the small cases in the checking interpreter, in a process of its own."""
-    for row, failure in _rows("jaxserve.kernels_pallas.checked", list(cases), _cpu_environment(), time_limit_s=600):
+    for row, failure in rows_of("jaxserve.kernels_pallas.checked", list(cases), _cpu_environment(), time_limit_s=600):
         common: dict[str, Any] = {"op": OPS[0], "implementation": "pallas_tpu", "check": "races"}
         if row is None:
             yield Cell(**common, shape="", held=False, detail=failure)
@@ -89,7 +87,7 @@ def compile_cells(target: str, combinations: str) -> Iterator[Cell]:
         yield Cell(**common, shape=combinations, held=False, detail=absent)
         return
     module = "jaxserve.kernels_pallas.compile_check"
-    for row, failure in _rows(module, [target, combinations], targets.environment(target), time_limit_s=900):
+    for row, failure in rows_of(module, [target, combinations], targets.environment(target), time_limit_s=900):
         if row is None:
             yield Cell(**common, shape="", held=False, detail=failure)
         elif "error" in row:
@@ -189,31 +187,3 @@ def _line(cell: Cell) -> str:
 
 def _cpu_environment() -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu"}
-
-
-def _rows(module: str, arguments: list[str], environment: dict[str, str], *, time_limit_s: float) -> Iterator[tuple[dict[str, Any] | None, str]]:
-    """JSON lines of a module that runs as a process, as they come; a process that dies or hangs ends with ``None`` and the reason."""
-    count = 0
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(targets.command(module, *arguments), env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)  # noqa: S603
-        assert process.stdout is not None
-        hangs = threading.Event()
-        timer = threading.Timer(time_limit_s, lambda: (hangs.set(), process.kill()))
-        timer.start()
-        try:
-            for line in process.stdout:
-                if line.startswith("{"):
-                    count += 1
-                    yield json.loads(line), ""
-            code = process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-            process.stdout.close()
-            process.wait()
-        if hangs.is_set():
-            yield None, f"{module} was killed after {time_limit_s:.0f} s"
-        elif code not in (0, 1) or not count:
-            errors.seek(0)
-            last = errors.read().strip().splitlines()[-1:] or ["no output"]
-            yield None, f"{module} ended with {code}: {last[0][:400]}"
