@@ -76,3 +76,7 @@ class EngineNotReadyError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine stopped after an internal error; it will answer nothing any more."""
+
+
+class BenchmarkError(JaxserveError):
+    """A benchmark that cannot be run or has nothing to report: the server is not there, refuses, or answers nothing."""

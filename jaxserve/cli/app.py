@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from jaxserve import __version__
+from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.convert import convert_model
 from jaxserve.cli.generate import generate
@@ -41,6 +42,7 @@ app.command("chat", rich_help_panel="Use a model")(chat)
 app.command("models", rich_help_panel="Manage models and settings")(models)
 app.command("convert", rich_help_panel="Manage models and settings")(convert_model)
 app.command("config", rich_help_panel="Manage models and settings")(show_config)
+app.add_typer(bench, name="bench", rich_help_panel="Measure")
 app.add_typer(kernels, name="kernels", rich_help_panel="Manage models and settings")
 app.command("version", rich_help_panel="Manage models and settings")(version)
 

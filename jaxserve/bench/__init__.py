@@ -1,0 +1,1 @@
+"""Load against a server, and what came of it. Imports neither jax nor numpy: a benchmark starts at once and needs no chip."""

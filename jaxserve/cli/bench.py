@@ -1,0 +1,17 @@
+"""``jaxserve bench``: benchmarks of servers and of the engine."""
+
+from __future__ import annotations
+
+import typer
+
+from jaxserve.cli.bench_serve import serve
+
+bench = typer.Typer(help="Benchmark servers and the engine.", no_args_is_help=True, rich_markup_mode="rich")
+
+
+@bench.callback()
+def _group() -> None:
+    """Benchmark servers and the engine. docs/benchmarking.md defines every figure."""
+
+
+bench.command()(serve)

@@ -1,0 +1,197 @@
+"""Options that the load benchmarks share, and how they become a workload and the ways to run it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from jaxserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxserve.bench.session import RunOptions, ServerOptions
+    from jaxserve.bench.workload import Workload
+
+_LOAD, _LENGTHS, _REPORT, _SERVER = "Load", "Lengths", "Report", "Server"
+
+Fields = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FIELD=VALUE", help="Further fields of the workload, such as turns=3 (docs/benchmarking.md lists them).", show_default=False),
+]
+WorkloadFile = Annotated[
+    Path | None,
+    typer.Option("--workload", metavar="FILE", help="YAML file of the workload; options win over it.", rich_help_panel=_LOAD, show_default=False),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Requests per second, on average. Poisson arrivals unless --arrival says otherwise.", rich_help_panel=_LOAD, show_default=False
+    ),
+]
+Concurrency = Annotated[int | None, typer.Option(metavar="N", help="Closed loop: N requests at any time.", rich_help_panel=_LOAD, show_default=False)]
+ArrivalKind = Annotated[
+    str | None,
+    typer.Option(
+        "--arrival", metavar="KIND", help="closed, steady, poisson, gamma, burst, diurnal, ramp or trace.", rich_help_panel=_LOAD, show_default="implied"
+    ),
+]
+Burstiness = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Shape of gamma-distributed gaps: 1 is Poisson, less is burstier.", rich_help_panel=_LOAD, show_default=False),
+]
+TraceFile = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Replay these times (CSV or JSON lines).", rich_help_panel=_LOAD, show_default=False)
+]
+NumRequests = Annotated[
+    int | None, typer.Option("--num-requests", "-n", metavar="N", help="How many requests.", rich_help_panel=_LOAD, show_default="100 without --duration")
+]
+Duration = Annotated[float | None, typer.Option(metavar="S", help="Send nothing after that many seconds.", rich_help_panel=_LOAD, show_default=False)]
+WorkloadSeed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="The same seed gives the same requests.", rich_help_panel=_LOAD, show_default="0")
+]
+InputLen = Annotated[
+    str | None,
+    typer.Option(metavar="L", help="Prompt tokens: 128, uniform:64:256 or normal:MEAN:STD.", rich_help_panel=_LENGTHS, show_default="128"),
+]
+OutputLen = Annotated[str | None, typer.Option(metavar="L", help="Tokens to generate, likewise.", rich_help_panel=_LENGTHS, show_default="128")]
+LengthFile = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="FILE|trace",
+        help="Both together: a joint histogram, ShareGPT's JSON, or the trace's.",
+        rich_help_panel=_LENGTHS,
+        show_default=False,
+    ),
+]
+PrefixLen = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens that all prompts share, before their own.", rich_help_panel=_LENGTHS, show_default="0")
+]
+Chat = Annotated[bool, typer.Option("--chat", metavar="", help="Use /v1/chat/completions instead of /v1/completions.", rich_help_panel=_SERVER)]
+ModelName = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="The model to ask for.", rich_help_panel=_SERVER, show_default="the only one served")
+]
+ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Sent as a bearer token.", rich_help_panel=_SERVER, show_default="OPENAI_API_KEY")]
+PromptKind = Annotated[
+    str, typer.Option("--prompts", metavar="KIND", help="ids sends token ids, text words; auto takes ids where the server does.", rich_help_panel=_SERVER)
+]
+TokenizerPath = Annotated[
+    str | None,
+    typer.Option("--tokenizer", metavar="PATH|MODEL", help="Counts tokens of text instead of asking the server.", rich_help_panel=_SERVER, show_default=False),
+]
+NoIgnoreEos = Annotated[bool, typer.Option("--no-ignore-eos", metavar="", help="Let answers end where the model ends them.", rich_help_panel=_SERVER)]
+ExtraBody = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Further fields of every body, such as '{\"top_p\": 0.9}'.", rich_help_panel=_SERVER, show_default=False)
+]
+Warmup = Annotated[int, typer.Option(metavar="N", help="Requests sent before, all at once; in no figure.", rich_help_panel=_LOAD)]
+Timeout = Annotated[float, typer.Option(metavar="S", help="Of one request.", rich_help_panel=_SERVER)]
+Goodput = Annotated[
+    str | None,
+    typer.Option(metavar="SLO", help="Milliseconds that good requests keep: ttft:500,tpot:50,e2el:9000.", rich_help_panel=_REPORT, show_default=False),
+]
+PricePerHour = Annotated[
+    float | None, typer.Option(metavar="X", help="Of the server, for the cost of a million tokens.", rich_help_panel=_REPORT, show_default=False)
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as one JSON object.", rich_help_panel=_REPORT, show_default=False)
+]
+
+
+def workload_of(file: Path | None, fields: Sequence[str] | None, options: Mapping[str, Any]) -> Workload:
+    """Merges file, ``FIELD=VALUE`` words and options; later ones win.
+
+    Args:
+        file: As given with ``--workload``.
+        fields: The words.
+        options: Field -> value; ``None`` where an option was not given.
+
+    Raises:
+        ConfigError: As :func:`~jaxserve.bench.workload.load_workload`, or a word that sets nothing.
+    """
+    from jaxserve.bench.workload import load_workload
+
+    values: dict[str, Any] = {}
+    for word in fields or ():
+        key, separator, text = word.partition("=")
+        if not separator:
+            raise ConfigError(f"{word!r} sets nothing; must be FIELD=VALUE")
+        values[key.strip()] = text.strip()
+    return load_workload(file, values | {key: value for key, value in options.items() if value is not None})
+
+
+def server_options(
+    url: str,
+    *,
+    model: str | None,
+    api_key: str | None,
+    prompts: str,
+    tokenizer: str | None,
+    no_ignore_eos: bool,
+    extra_body: str | None,
+) -> ServerOptions:
+    """How to reach a server, from options.
+
+    Raises:
+        ConfigError: A kind of prompt that does not exist, or a body that is no JSON object.
+        JaxserveError: A tokenizer that cannot be loaded.
+    """
+    from jaxserve.bench.session import ServerOptions
+
+    kinds: dict[str, Literal["auto", "ids", "text"]] = {"auto": "auto", "ids": "ids", "text": "text"}
+    if prompts not in kinds:
+        raise ConfigError(f"--prompts is {prompts!r}; must be one of {', '.join(kinds)}")
+    try:
+        extra: Any = json.loads(extra_body or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is no JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--extra-body is {extra_body}; must be a JSON object")
+    count_tokens = None
+    if tokenizer is not None:
+        from jaxserve.bench.local_tokenizer import load_count
+
+        count_tokens = load_count(tokenizer)
+    return ServerOptions(
+        url=url,
+        model=model,
+        api_key=api_key or os.environ.get("OPENAI_API_KEY"),
+        prompts=kinds[prompts],
+        count_tokens=count_tokens,
+        ignore_eos=not no_ignore_eos,
+        fields={"temperature": 0.0, **extra},
+    )
+
+
+def run_options(*, warmup: int, timeout: float, goodput: str | None, price_per_hour: float | None, slo_attainment: float = 0.99) -> RunOptions:
+    """How to run and measure, from options.
+
+    Raises:
+        ConfigError: A value out of range.
+    """
+    from jaxserve.bench.metrics import parse_slo
+    from jaxserve.bench.session import RunOptions
+
+    for name, value, low in (("--warmup", warmup, 0), ("--timeout", timeout, 1e-3), ("--price-per-hour", price_per_hour or 0, 0)):
+        if not low <= value < float("inf"):
+            raise ConfigError(f"{name} is {value}; must be at least {low}")
+    slo = None if goodput is None else parse_slo(goodput, slo_attainment)
+    return RunOptions(num_warmup=warmup, timeout_s=timeout, slo=slo, price_per_hour=price_per_hour)
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """Reads ``1,2,4``.
+
+    Raises:
+        ConfigError: Not numbers above 0.
+    """
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < float("inf") for value in values):
+        raise ConfigError(f"{option} is {text!r}; must be numbers above 0 separated by commas")
+    return values

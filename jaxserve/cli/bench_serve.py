@@ -1,0 +1,246 @@
+"""``jaxserve bench serve``: load against a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxserve.cli import bench_options as options
+from jaxserve.errors import ConfigError
+from jaxserve.log import set_up_logging
+
+if TYPE_CHECKING:
+    from jaxserve.bench.session import Result, RunOptions, ServerOptions
+    from jaxserve.bench.workload import Workload
+
+SOME_FAILED_STATUS = 3
+SLO_MISSED_STATUS = 4
+INTERRUPTED_STATUS = 130
+
+_SEVERAL = "Several runs"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one call of the command does.
+
+    Args:
+        rates: Rates to sweep; ``concurrencies`` sweeps closed loops.
+        find_max_rate: Search instead, from ``start_rate``, to within ``tolerance``.
+    """
+
+    server: ServerOptions
+    run: RunOptions
+    workload: Workload
+    grpc: bool = False
+    rates: Sequence[float] = ()
+    concurrencies: Sequence[int] = ()
+    find_max_rate: bool = False
+    start_rate: float | None = None
+    tolerance: float = 0.05
+    json_file: Path | None = None
+    save_requests: bool = False
+    html_file: Path | None = None
+
+
+def serve(
+    fields: options.Fields = None,
+    url: Annotated[str, typer.Option(metavar="URL", help="The server, with or without /v1.", rich_help_panel="Server")] = "http://127.0.0.1:8000",
+    model: options.ModelName = None,
+    api_key: options.ApiKey = None,
+    chat: options.Chat = False,
+    grpc: Annotated[bool, typer.Option("--grpc", metavar="", help="jaxserve's gRPC API; URL is its host:port.", rich_help_panel="Server")] = False,
+    prompts: options.PromptKind = "auto",
+    tokenizer: options.TokenizerPath = None,
+    no_ignore_eos: options.NoIgnoreEos = False,
+    extra_body: options.ExtraBody = None,
+    timeout: options.Timeout = 600.0,
+    workload: options.WorkloadFile = None,
+    rate: options.Rate = None,
+    concurrency: options.Concurrency = None,
+    arrival: options.ArrivalKind = None,
+    burstiness: options.Burstiness = None,
+    trace: options.TraceFile = None,
+    num_requests: options.NumRequests = None,
+    duration: options.Duration = None,
+    seed: options.WorkloadSeed = None,
+    warmup: options.Warmup = 2,
+    input_len: options.InputLen = None,
+    output_len: options.OutputLen = None,
+    lengths: options.LengthFile = None,
+    prefix_len: options.PrefixLen = None,
+    sweep_rate: Annotated[str | None, typer.Option(metavar="X,Y,…", help="One run at each rate.", rich_help_panel=_SEVERAL, show_default=False)] = None,
+    sweep_concurrency: Annotated[
+        str | None, typer.Option(metavar="N,M,…", help="One closed loop of each size.", rich_help_panel=_SEVERAL, show_default=False)
+    ] = None,
+    find_max_rate: Annotated[
+        bool, typer.Option("--find-max-rate", metavar="", help="Search the highest rate that keeps --goodput.", rich_help_panel=_SEVERAL)
+    ] = False,
+    tolerance: Annotated[float, typer.Option(metavar="X", help="Relative error of --find-max-rate.", rich_help_panel=_SEVERAL)] = 0.05,
+    goodput: options.Goodput = None,
+    slo_attainment: Annotated[float, typer.Option(metavar="X", help="Share of requests that must be good.", rich_help_panel=_SEVERAL)] = 0.99,
+    price_per_hour: options.PricePerHour = None,
+    json_file: options.JsonFile = None,
+    save_requests: Annotated[bool, typer.Option("--save-requests", metavar="", help="Every request in the JSON file too.", rich_help_panel="Report")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots.", rich_help_panel="Report", show_default=False)] = None,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Log everything, and print tracebacks.")] = False,
+) -> None:
+    """Put load on a server that speaks OpenAI's API (or jaxserve's gRPC) and report latencies, throughput and goodput.
+
+    Exit status: 0, all requests succeeded (or were cancelled on plan); 1, no server, or nothing to report; 2, usage; 3, some requests failed; 4, no rate
+    keeps the SLO of --find-max-rate; 130, Ctrl-C (what there was until then is reported and saved).
+
+    Examples:
+
+        jaxserve bench serve --rate 2 --num-requests 100
+
+        jaxserve bench serve --url http://host:8000 --concurrency 8 --input-len 512 --output-len normal:128:32 --json run.json --html run.html
+
+        jaxserve bench serve --workload configs/workloads/chat.yaml --sweep-rate 1,2,4,8 --goodput ttft:500,tpot:50
+
+        jaxserve bench serve --find-max-rate --goodput ttft:500 --duration 30
+    """
+    set_up_logging("debug" if debug else None)
+    several = {"--sweep-rate": sweep_rate is not None, "--sweep-concurrency": sweep_concurrency is not None, "--find-max-rate": find_max_rate}
+    if sum(several.values()) > 1:
+        raise ConfigError(f"{' and '.join(name for name, given in several.items() if given)} were given; each is a kind of run of its own")
+    if find_max_rate and goodput is None:
+        raise ConfigError("--find-max-rate needs an SLO to keep: --goodput ttft:500 or the like")
+    if (sweep_rate or find_max_rate) and concurrency is not None:
+        raise ConfigError(f"--concurrency is {concurrency}, a closed loop, which has no rate to vary; leave it out")
+    if sweep_concurrency and (rate or arrival not in (None, "closed")):
+        raise ConfigError("--sweep-concurrency runs closed loops, which have no rate; leave --rate and --arrival out")
+    if html is not None:
+        from jaxserve.plots import require_matplotlib
+
+        require_matplotlib()
+    rates = numbers_or_none(sweep_rate, "--sweep-rate")
+    concurrencies = [int(number) for number in numbers_or_none(sweep_concurrency, "--sweep-concurrency")]
+    varied: dict[str, Any] = {"rate": rates[0]} if rates else {"concurrency": concurrencies[0]} if concurrencies else {}
+    if find_max_rate and rate is None and workload is None:
+        varied = {"rate": 1.0}
+    planned = options.workload_of(
+        workload,
+        fields,
+        {
+            "rate": rate,
+            "concurrency": concurrency,
+            "arrival": arrival,
+            "burstiness": burstiness,
+            "trace": trace,
+            "num_requests": num_requests,
+            "duration_s": duration,
+            "seed": seed,
+            "input_len": input_len,
+            "output_len": output_len,
+            "lengths": lengths,
+            "prefix_len": prefix_len,
+            "endpoint": "chat" if chat else None,
+            **varied,
+        },
+    )
+    job = Job(
+        server=options.server_options(
+            url, model=model, api_key=api_key, prompts=prompts, tokenizer=tokenizer, no_ignore_eos=no_ignore_eos, extra_body=extra_body
+        ),
+        run=options.run_options(warmup=warmup, timeout=timeout, goodput=goodput, price_per_hour=price_per_hour, slo_attainment=slo_attainment),
+        workload=planned,
+        grpc=grpc,
+        rates=rates,
+        concurrencies=concurrencies,
+        find_max_rate=find_max_rate,
+        start_rate=None if varied else planned.rate,
+        tolerance=tolerance,
+        json_file=json_file,
+        save_requests=save_requests,
+        html_file=html,
+    )
+    raise typer.Exit(asyncio.run(_run(job)))
+
+
+def numbers_or_none(text: str | None, option: str) -> list[float]:
+    """As :func:`~jaxserve.cli.bench_options.numbers`; none for an option that was not given."""
+    return [] if text is None else options.numbers(text, option)
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Generator[asyncio.Event]:
+    """Yields an event that Ctrl-C sets; a second Ctrl-C ends the program as ever."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _run(job: Job) -> int:
+    from rich.console import Console
+
+    from jaxserve.bench import report, sweep
+    from jaxserve.bench.progress import show_progress
+
+    if job.grpc:
+        from jaxserve.serving.grpc_api.bench_target import open_grpc_session as open_target
+    else:
+        from jaxserve.bench.session import open_session as open_target
+    console = Console()
+    async with open_target(job.server, job.workload) as session:
+        with stop_on_interrupt() as stop, show_progress() as observer:
+
+            async def run(workload: Workload) -> Result:
+                return await session.run(workload, job.run, observer=observer, stop=stop)
+
+            found = None
+            results: list[Result] = []
+            if job.find_max_rate:
+                assert job.run.slo is not None
+                found = await sweep.find_max_rate(job.workload, job.run.slo, run, start_rate=job.start_rate, tolerance=job.tolerance, stopped=stop.is_set)
+                results = [trial.result for trial in found.trials]
+            elif job.rates or job.concurrencies:
+                levels = [sweep.at_rate(job.workload, rate) for rate in job.rates] + [sweep.at_concurrency(job.workload, size) for size in job.concurrencies]
+                for level in levels:
+                    if not stop.is_set():
+                        results.append(await run(level))
+            else:
+                results = [await run(job.workload)]
+            interrupted = stop.is_set()
+    if found is not None:
+        report.print_max_rate(found, console)
+        value = report.max_rate_json(found)
+    elif job.rates or job.concurrencies:
+        report.print_sweep(results, console)
+        value = {"runs": [report.to_json(result, requests=job.save_requests) for result in results]}
+    else:
+        report.print_result(results[0], console)
+        value = report.to_json(results[0], requests=job.save_requests)
+    if job.json_file is not None:
+        report.write_json(job.json_file, value)
+    if job.html_file is not None:
+        from jaxserve.bench.html import write_page
+
+        write_page(job.html_file, results, found)
+    if interrupted:
+        return INTERRUPTED_STATUS
+    if found is not None and not found.rate:
+        return SLO_MISSED_STATUS
+    return _status(results) if found is None else 0
+
+
+def _status(results: Sequence[Result]) -> int:
+    if any(result.metrics.interrupted for result in results) or not any(result.metrics.completed for result in results):
+        return 1
+    return SOME_FAILED_STATUS if any(result.metrics.failed for result in results) else 0
