@@ -8,6 +8,8 @@ from typing import Literal
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _TERA = 10**12
+_JAX_SHARE = 0.75
+"""Of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, GPU memory allocation)."""
 
 Platform = Literal["gpu", "tpu"]
 
@@ -75,6 +77,7 @@ class Chip:
         kind: A part of the device kind, lower case, that tells it from the others.
         devices_per_chip: Devices that jax sees of one chip.
         memory_bytes: Device memory.
+        usable_bytes: What a program may take of it: on TPU what XLA's compiler says when it runs out, on GPU the share that jax reserves.
         bytes_per_s: Its peak bandwidth.
         flops_by_dtype: Peak dense FLOP/s of matrix products by operand dtype; a dtype that is not there runs as bfloat16.
         fast_memory_bytes: VMEM of a TPU core, or shared memory that one GPU block can use.
@@ -91,6 +94,7 @@ class Chip:
     kind: str
     devices_per_chip: int = 1
     memory_bytes: int
+    usable_bytes: int
     bytes_per_s: float
     flops_by_dtype: Mapping[str, float]
     fast_memory_bytes: int
@@ -127,38 +131,40 @@ def _nvlink(bytes_per_s: float, num_links: int) -> Links:
 
 
 def _tpu(
-    name: str, kind: str, *, tera: Mapping[str, float], memory_gib: int, bytes_per_s: float, vmem_mib: int, float8: bool, links: Links,
+    name: str, kind: str, *, tera: Mapping[str, float], memory_gib: int, usable_gib: float, bytes_per_s: float, vmem_mib: int, float8: bool, links: Links,
     grids: tuple[str, ...], source: str, devices_per_chip: int = 1,
 ) -> Chip:  # fmt: skip
-    """A TPU from the figures of a whole chip."""
+    """A TPU from the figures of a whole chip, but for what is usable, which is a device's."""
     return Chip(
         name=name, platform="tpu", kind=kind, devices_per_chip=devices_per_chip, memory_bytes=memory_gib * GIB // devices_per_chip,
+        usable_bytes=int(usable_gib * GIB),
         bytes_per_s=bytes_per_s / devices_per_chip, flops_by_dtype={dtype: value * _TERA / devices_per_chip for dtype, value in tera.items()},
         fast_memory_bytes=vmem_mib * MIB, num_cores=1, native_float8=float8, links=links, topologies=grids, source=source,
     )  # fmt: skip
 
 
-# VMEM: jax's own table (jax.experimental.pallas.tpu.get_tpu_info, per core). Links: the page's bidirectional bandwidth of a chip, halved, over its ports.
+# Usable: the compile-time out-of-memory errors of libtpu 0.0.50. VMEM: jax's own table (jax.experimental.pallas.tpu.get_tpu_info, per core).
+# Links: the page's bidirectional bandwidth of a chip, halved, over its ports.
 _V4_PAPER = "cloud.google.com/tpu/docs/v4; links: Jouppi et al., ISCA 2023, arXiv 2304.01433, table 4"
 _TPUS = (
     _tpu(
-        "v4", "tpu v4", tera={"bfloat16": 275, "int8": 275}, memory_gib=32, bytes_per_s=1.2e12, vmem_mib=16, float8=False, links=_ici(50e9, 6),
-        grids=_GRIDS_3D, source=_V4_PAPER, devices_per_chip=2,
+        "v4", "tpu v4", tera={"bfloat16": 275, "int8": 275}, memory_gib=32, usable_gib=15.25, bytes_per_s=1.2e12, vmem_mib=16, float8=False,
+        links=_ici(50e9, 6), grids=_GRIDS_3D, source=_V4_PAPER, devices_per_chip=2,
     ),
     _tpu(
-        "v5e", "tpu v5 lite", tera={"bfloat16": 197, "int8": 393}, memory_gib=16, bytes_per_s=0.819e12, vmem_mib=128, float8=False, links=_ici(50e9, 4),
-        grids=_GRIDS_2D, source="cloud.google.com/tpu/docs/v5e",
+        "v5e", "tpu v5 lite", tera={"bfloat16": 197, "int8": 393}, memory_gib=16, usable_gib=15.75, bytes_per_s=0.819e12, vmem_mib=128, float8=False,
+        links=_ici(50e9, 4), grids=_GRIDS_2D, source="cloud.google.com/tpu/docs/v5e",
     ),
     _tpu(
-        "v5p", "tpu v5", tera={"bfloat16": 459, "int8": 918}, memory_gib=95, bytes_per_s=2.765e12, vmem_mib=64, float8=False, links=_ici(100e9, 6),
-        grids=_GRIDS_3D, source="cloud.google.com/tpu/docs/v5p; int8: cloud.google.com/blog, TPU v5p, 2023-12",
+        "v5p", "tpu v5", tera={"bfloat16": 459, "int8": 918}, memory_gib=96, usable_gib=95.73, bytes_per_s=2.765e12, vmem_mib=64, float8=False,
+        links=_ici(100e9, 6), grids=_GRIDS_3D, source="cloud.google.com/tpu/docs/v5p; int8: cloud.google.com/blog, TPU v5p, 2023-12",
     ),
     _tpu(
-        "v6e", "tpu v6 lite", tera={"bfloat16": 918, "int8": 1836, "float8_e4m3fn": 918}, memory_gib=32, bytes_per_s=1.638e12, vmem_mib=128, float8=True,
-        links=_ici(100e9, 4), grids=_GRIDS_2D, source="cloud.google.com/tpu/docs/v6e",
+        "v6e", "tpu v6 lite", tera={"bfloat16": 918, "int8": 1836, "float8_e4m3fn": 918}, memory_gib=32, usable_gib=31.24, bytes_per_s=1.638e12, vmem_mib=128,
+        float8=True, links=_ici(100e9, 4), grids=_GRIDS_2D, source="cloud.google.com/tpu/docs/v6e",
     ),
     _tpu(
-        "tpu7x", "tpu7x", tera={"bfloat16": 2307, "float8_e4m3fn": 4614}, memory_gib=192, bytes_per_s=7.38e12, vmem_mib=64, float8=True,
+        "tpu7x", "tpu7x", tera={"bfloat16": 2307, "float8_e4m3fn": 4614}, memory_gib=192, usable_gib=94.74, bytes_per_s=7.38e12, vmem_mib=64, float8=True,
         links=_ici(100e9, 6), grids=_GRIDS_3D, source="cloud.google.com/tpu/docs/tpu7x", devices_per_chip=2,
     ),
 )  # fmt: skip
@@ -169,7 +175,7 @@ def _gpu(
     source: str, units: GpuUnits,
 ) -> Chip:  # fmt: skip
     return Chip(
-        name=name, platform="gpu", kind=name, memory_bytes=memory_bytes, bytes_per_s=bytes_per_s,
+        name=name, platform="gpu", kind=name, memory_bytes=memory_bytes, usable_bytes=int(_JAX_SHARE * memory_bytes), bytes_per_s=bytes_per_s,
         flops_by_dtype={dtype: value * _TERA for dtype, value in tera.items()}, fast_memory_bytes=block_bytes, num_cores=num_cores, native_float8=float8,
         links=links, topologies=_NVLINK_COUNTS, source=source, gpu=units,
     )  # fmt: skip
