@@ -40,7 +40,8 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import (
 )  # fmt: skip
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.target import current_target, find_chip
-from jaxserve.mesh import MeshShape, make_layout
+from jaxserve.mesh import make_layout
+from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.hf_config import spec_from_config
 from jaxserve.models.model import build_model
 

@@ -16,6 +16,7 @@ from jaxserve.cli.options import (
     ConfigFiles,
     Debug,
     MaxTokens,
+    MeshOption,
     MinP,
     PlatformOption,
     Seed,
@@ -50,6 +51,7 @@ def chat(
     stop: Stop = None,
     config: ConfigFiles = None,
     platform: PlatformOption = None,
+    mesh: MeshOption = None,
     debug: Debug = False,
 ) -> None:
     """Talk with MODEL (default: smollm2-135m). Ctrl-D ends, Ctrl-C stops an answer, /clear starts over.
@@ -62,7 +64,7 @@ def chat(
 
         jaxserve chat ./Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
     """
-    resolved = resolve_config(words, config, platform=platform, debug=debug, defaults=ONE_SHOT_DEFAULTS)
+    resolved = resolve_config(words, config, platform=platform, mesh=mesh, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
     from jaxserve.engine.params import resolve_params

@@ -14,6 +14,7 @@ from jaxserve.cli.options import (
     ConfigFiles,
     Debug,
     MaxTokens,
+    MeshOption,
     MinP,
     PlatformOption,
     Seed,
@@ -48,6 +49,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", metavar="", help="Go on past the model's end of text.")] = False,
     config: ConfigFiles = None,
     platform: PlatformOption = None,
+    mesh: MeshOption = None,
     debug: Debug = False,
 ) -> None:
     """Continue one or more prompts with MODEL (default: smollm2-135m), all in one batch. Results go to stdout, logs to stderr.
@@ -60,7 +62,7 @@ def generate(
     """
     if not prompt:
         raise typer.BadParameter("at least one is needed", param_hint="--prompt")
-    resolved = resolve_config(words, config, platform=platform, debug=debug, defaults=ONE_SHOT_DEFAULTS)
+    resolved = resolve_config(words, config, platform=platform, mesh=mesh, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
     from jaxserve.engine.params import resolve_params

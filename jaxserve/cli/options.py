@@ -13,6 +13,7 @@ import typer
 
 from jaxserve.config import Config, load_config
 from jaxserve.log import set_up_logging
+from jaxserve.mesh_shape import parse_mesh
 
 ONE_SHOT_DEFAULTS: Mapping[str, Any] = MappingProxyType({"engine.warmup": False})
 """Of commands that serve one user: a few programs, compiled when they are needed, are ready long before all of them."""
@@ -46,6 +47,13 @@ PlatformOption = Annotated[
     PlatformName | None,
     typer.Option(help="Where to run. auto looks for a chip and falls back to the CPU.", rich_help_panel=_CONFIG_PANEL, show_default="auto"),
 ]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh", metavar="data=N,model=M", help="Devices: N data ranks, each with its own sequences, times M parts of every layer.",
+        rich_help_panel=_CONFIG_PANEL, show_default="one device on CPU, else all on model",
+    ),
+]  # fmt: skip
 Debug = Annotated[bool, typer.Option("--debug", metavar="", help="Log everything, and print tracebacks.", rich_help_panel=_CONFIG_PANEL)]
 
 MaxTokens = Annotated[
@@ -75,6 +83,7 @@ def resolve_config(
     files: Sequence[Path] | None = None,
     *,
     platform: PlatformName | None = None,
+    mesh: str | None = None,
     debug: bool = False,
     flags: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -85,6 +94,7 @@ def resolve_config(
         words: MODEL, at most one, and overrides, in any order.
         files: As given with ``--config``.
         platform: As given with ``--platform``.
+        mesh: As given with ``--mesh``.
         debug: Whether ``--debug`` was given.
         flags: Full key -> value of the options that stand for a key; ``None`` where one was not given.
         defaults: Full key -> value where the command's own default is another than the configuration's.
@@ -95,7 +105,8 @@ def resolve_config(
     """
     set_up_logging("debug" if debug else None)
     model, overrides = split_words(words or ())
-    values = {"model.source": model, "platform": platform and platform.value, **(flags or {})}
+    axes = {} if mesh is None else {f"mesh.{axis}": size for axis, size in parse_mesh(mesh).items()}
+    values = {"model.source": model, "platform": platform and platform.value, **axes, **(flags or {})}
     return load_config(files or (), overrides, {key: value for key, value in values.items() if value is not None}, defaults=defaults)
 
 

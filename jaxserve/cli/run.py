@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxserve.cli.options import ConfigFiles, Debug, PlatformOption, Words, resolve_config
+from jaxserve.cli.options import ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.cli.progress import progress_bars
 from jaxserve.config import summarize
 from jaxserve.platform import choose_platform
@@ -40,6 +40,7 @@ def run(
     ] = None,
     config: ConfigFiles = None,
     platform: PlatformOption = None,
+    mesh: MeshOption = None,
     debug: Debug = False,
 ) -> None:
     """Serve MODEL (default: smollm2-135m) over an OpenAI-compatible HTTP API and gRPC. Ctrl-C finishes running requests, then ends.
@@ -56,6 +57,7 @@ def run(
         words,
         config,
         platform=platform,
+        mesh=mesh,
         debug=debug,
         flags={
             "server.host": host,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli.options import ConfigFiles, Debug, PlatformOption, Words, resolve_config
+from jaxserve.cli.options import ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.cli.output import emit
 from jaxserve.config import to_yaml
 
@@ -15,6 +15,7 @@ def show_config(
     words: Words = None,
     config: ConfigFiles = None,
     platform: PlatformOption = None,
+    mesh: MeshOption = None,
     show_secrets: Annotated[bool, typer.Option("--show-secrets", metavar="", help="Print API keys instead of ***.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -26,4 +27,4 @@ def show_config(
 
         jaxserve config --config mine.yaml server.port=9000 > resolved.yaml
     """
-    emit(to_yaml(resolve_config(words, config, platform=platform, debug=debug), show_secrets=show_secrets), end="")
+    emit(to_yaml(resolve_config(words, config, platform=platform, mesh=mesh, debug=debug), show_secrets=show_secrets), end="")

@@ -19,7 +19,8 @@ from jaxserve.engine.runner import DeviceRunner
 from jaxserve.engine.step import attention_problem
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, choose_implementation
-from jaxserve.mesh import Layout, MeshShape, choose_mesh_shape, make_layout
+from jaxserve.mesh import Layout, make_layout
+from jaxserve.mesh_shape import MeshShape, choose_mesh_shape
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.progress import Progress

@@ -12,7 +12,8 @@ from jaxserve.engine.kv_cache import PoolPlan, plan_pool
 from jaxserve.engine.memory import Memory, _cgroup_memory
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
-from jaxserve.mesh import MeshShape, make_layout
+from jaxserve.mesh import make_layout
+from jaxserve.mesh_shape import MeshShape
 from tests.engine.tiny import tiny_spec
 
 UNLIMITED = 2**63 - 1

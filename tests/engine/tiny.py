@@ -16,7 +16,8 @@ from jaxserve.engine.kv_cache import plan_pool
 from jaxserve.engine.memory import Memory
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
-from jaxserve.mesh import MeshShape, make_layout
+from jaxserve.mesh import make_layout
+from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 from jaxserve.request import SamplingParams

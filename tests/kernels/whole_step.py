@@ -16,7 +16,8 @@ from jaxserve.engine.step import Carry, attention_problem, make_step
 from jaxserve.kernels_pallas.compiling import compile_report, device_of, place
 from jaxserve.kernels_pallas.ragged_paged_attention.api import PoolShape, choose_implementation
 from jaxserve.kernels_pallas.targets import TPU_TOPOLOGIES
-from jaxserve.mesh import MeshShape, make_layout
+from jaxserve.mesh import make_layout
+from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.hf_config import spec_from_config
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import ModelSpec
