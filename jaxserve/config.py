@@ -91,12 +91,19 @@ class CacheConfig:
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
         dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
             ``fp8`` and ``float8_e4m3fn`` are the same: half of bfloat16's memory, 3 bits of mantissa, saturating at 448.
+        prefix: How keys and values of prompts and answers are kept for prompts that begin with the same tokens: in a radix tree (``radix``), which
+            finds any branch point, or in a table of digests of whole pages (``hash``); ``off`` keeps none.
+        session_ttl_s: How much longer than others what a request with a ``session_id`` leaves is kept, in seconds, while there is memory.
+        isolate_tenants: Tenants share nothing: how fast an answer comes tells nobody what others asked.
     """
 
     page_size: Annotated[int, Between(1, 256), PowerOfTwo()] = 16
     num_pages: Annotated[int, Between(1, 2**24)] | None = None
     memory_fraction: Annotated[float, Between(0, 1, open_low=True)] | None = None
     dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "fp8"] = "auto"
+    prefix: Literal["radix", "hash", "off"] = "radix"
+    session_ttl_s: Annotated[float, Between(0, 86_400)] = 300.0
+    isolate_tenants: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

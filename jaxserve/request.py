@@ -15,6 +15,10 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**63 - 1
+MAX_CACHE_SALT_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
+MAX_PRIORITY = 1000
+MAX_DEADLINE_MS = 24 * 3600 * 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +77,41 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOptions:
+    """How a request is to be treated, whatever its tokens.
+
+    Args:
+        cache_salt: Shares the prefix cache only with requests of the same salt; ``None`` with all that have none.
+        session_id: Keeps what the request leaves in the prefix cache for longer, for the next turn.
+        priority: Smaller runs first, where ``scheduler.order`` is ``priority``; in ``[-MAX_PRIORITY, MAX_PRIORITY]``.
+        deadline_ms: Time from arrival after which the answer is worth nothing: the request is ended then, or refused if it can be foreseen; ``>= 1``.
+        tenant: On whose account it runs; set by the server from the API key.
+
+    Raises:
+        InvalidRequestError: A value out of its range; ``param`` names the field.
+    """
+
+    cache_salt: str | None = None
+    session_id: str | None = None
+    priority: int = 0
+    deadline_ms: int | None = None
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        for name, limit in (("cache_salt", MAX_CACHE_SALT_CHARS), ("session_id", MAX_SESSION_ID_CHARS)):
+            value: object = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}", param=name)
+            if not 0 < len(value) <= limit:
+                raise InvalidRequestError(f"{name} must have 1 to {limit} characters, got {len(value)}", param=name)
+        _check_int(self.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        if self.deadline_ms is not None:
+            _check_int(self.deadline_ms, "deadline_ms", low=1, high=MAX_DEADLINE_MS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One prompt to continue, already tokenised and validated.
 
@@ -80,21 +119,30 @@ class Request:
         request_id: Unique among the requests in flight.
         prompt_token_ids: At least one id, each in ``[0, V)``.
         params: See :class:`SamplingParams`.
+        options: See :class:`RequestOptions`.
         arrival_s: ``time.monotonic()`` at the door, in seconds.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    options: RequestOptions = dataclasses.field(default_factory=RequestOptions)
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of one request. ``completion_tokens`` counts every generated token, a final EOS or stop id included."""
+    """Token counts of one request.
+
+    Args:
+        prompt_tokens: Of the prompt.
+        completion_tokens: Every generated token, a final EOS or stop id included.
+        cached_tokens: Those of the prompt that a prefix cache held when the request was first admitted.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

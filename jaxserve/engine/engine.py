@@ -6,9 +6,10 @@ import dataclasses
 import logging
 import operator
 import random
+import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,13 +18,15 @@ from jaxserve.config import Config
 from jaxserve.dims import ceil_div
 from jaxserve.engine.output import Delta, OutputProcessor
 from jaxserve.engine.params import resolve_params
+from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.prefix_cache.interface import make_namespace
 from jaxserve.engine.schedule import Runner, Schedule
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError
 from jaxserve.models.spec import ModelSpec
-from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
+from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -52,6 +55,7 @@ class Engine:
         model_name: What the model is called.
         sampling_defaults: The model's own values for sampling fields that a request leaves out.
         seed: Of the generator that gives a seed to each request without one; ``None`` for a fresh one.
+        clock: Gives the time in seconds, as ``Request.arrival_s`` has it.
 
     Attributes:
         max_model_len: Most tokens of prompt and output together.
@@ -71,6 +75,7 @@ class Engine:
         model_name: str = "model",
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_model_len = config.model.max_model_len or spec.max_position
         if not 2 <= self.max_model_len <= spec.max_position:
@@ -86,8 +91,17 @@ class Engine:
         self.sampling_defaults = sampling_defaults
         self._runner = runner
         self._config = config
-        self._scheduler = Scheduler(runner.num_pages, runner.page_size, config.scheduler, num_ranks=runner.num_ranks)
+        self._scheduler = Scheduler(
+            runner.num_pages,
+            runner.page_size,
+            config.scheduler,
+            num_ranks=runner.num_ranks,
+            make_cache=choose_prefix_cache(config.cache.prefix),
+            can_copy_pages=runner.can_copy_pages,
+            session_ttl_s=config.cache.session_ttl_s,
+        )
         self._eos_token_ids = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+        self._clock = clock
         self._seeds = random.Random(seed)  # noqa: S311  (seeds of samples, no secrets)
         self._generations: dict[str, _Generation] = {}
         self._num_steps = 0
@@ -101,13 +115,16 @@ class Engine:
         """Whether ``step`` has something to do."""
         return bool(self._generations)
 
-    def make_request(self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None) -> Request:
+    def make_request(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+    ) -> Request:
         """The door: checks everything about a request that can be known before it runs.
 
         Args:
             prompt_token_ids: The prompt.
             params: How to continue it.
             request_id: Unique among the requests in flight; ``None`` makes one.
+            options: How to treat it; ``None`` for nothing special.
 
         Raises:
             InvalidRequestError: Empty prompt, or ids, also to stop at, that are no integers in ``[0, V)``.
@@ -122,7 +139,7 @@ class Engine:
         self._check_vocabulary(token_ids, "prompt")
         self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._resolve_max_tokens(len(token_ids), params)
-        return Request(request_id=request_id or uuid.uuid4().hex, prompt_token_ids=token_ids, params=params)
+        return Request(request_id=request_id or uuid.uuid4().hex, prompt_token_ids=token_ids, params=params, options=options or RequestOptions())
 
     def add(self, request: Request) -> None:
         """Queues a request that came through ``make_request``.
@@ -137,7 +154,7 @@ class Engine:
         detokenizer = self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
         processor = OutputProcessor(params, detokenizer, self._eos_token_ids, max_tokens)
         seed = self._seeds.getrandbits(32) if params.seed is None else fold_seed(params.seed)
-        sequence = Sequence(request, seed, list(prompt), len(prompt), max_tokens)
+        sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=self._namespace(request.options))
         self._scheduler.add(sequence)
         self._generations[request.request_id] = _Generation(sequence, processor)
         self._num_requests += 1
@@ -168,7 +185,7 @@ class Engine:
         Raises:
             EngineDeadError: The runner cannot go on.
         """
-        schedule = self._scheduler.schedule()
+        schedule = self._scheduler.schedule(self._clock())
         if not schedule.sequences:
             assert not self._generations, "requests in flight, yet nothing to run"
             return []
@@ -184,6 +201,10 @@ class Engine:
         self._check_if_idle()
         return outputs
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all keys and values: for when the weights have changed. Running requests are computed anew."""
+        self._scheduler.forget_pools()
+
     def stats(self) -> EngineStats:
         """A snapshot; taken from another thread its numbers may be a step apart."""
         scheduler = self._scheduler
@@ -195,6 +216,12 @@ class Engine:
             max_num_seqs=self._config.scheduler.max_num_seqs * self._runner.num_ranks,
             num_requests=self._num_requests,
             num_preemptions=scheduler.num_preemptions,
+            num_cached_pages=scheduler.num_cached_pages,
+            num_evicted_pages=scheduler.num_evicted_pages,
+            num_page_copies=scheduler.num_page_copies,
+            prefix_hit_tokens=scheduler.num_hit_tokens,
+            prefix_miss_tokens=scheduler.num_miss_tokens,
+            page_bytes=self._runner.page_bytes,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
@@ -210,6 +237,13 @@ class Engine:
         self._scheduler.check_integrity()
         assert len(self._generations) == self._scheduler.num_running + self._scheduler.num_waiting
         assert self._num_requests == len(self._generations) + self._finished.total()
+
+    def _namespace(self, options: RequestOptions) -> bytes:
+        """All that changes the keys and values of the same tokens, and who may share them."""
+        model, cache = self._config.model, self._config.cache
+        tenant = options.tenant if cache.isolate_tenants else ""
+        salt = "" if options.cache_salt is None else f"salt {options.cache_salt}"
+        return make_namespace(model.source, model.revision or "", model.dtype, cache.dtype, tenant, salt)
 
     def _check_vocabulary(self, token_ids: SequenceOf[int], param: str) -> None:
         vocab_size = self.spec.vocab_size
@@ -261,7 +295,7 @@ class Engine:
         """Ends the requests of a failed step. The pool's content may be lost with it, so all others are computed anew."""
         logger.error("a step of %d sequences failed", len(schedule.sequences), exc_info=error)
         outputs = [self._emit_error(scheduled.sequence, error, logged=True) for scheduled in schedule.sequences]
-        self._scheduler.preempt_all()
+        self._scheduler.forget_pools()
         return outputs
 
     def _emit_error(self, sequence: Sequence, error: Exception, *, logged: bool = False) -> RequestOutput:
@@ -281,7 +315,9 @@ class Engine:
             text=delta.text,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            usage=Usage(prompt_tokens=sequence.num_prompt_tokens, completion_tokens=sequence.num_generated_tokens),
+            usage=Usage(
+                prompt_tokens=sequence.num_prompt_tokens, completion_tokens=sequence.num_generated_tokens, cached_tokens=sequence.num_cached_tokens or 0
+            ),
             error=error,
         )
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 class PagePool:
     """Hands out page ids ``0 .. num_pages - 1`` and takes them back. Every operation costs O(1) a page and is deterministic.
 
-    A page is free, or held with a count of its holders. A page with more than one holder is read-only to all of them.
+    A page is free, or held with a count of its holders, or idle: marked as cached and held by nobody. A page with more than one holder, or a cached one, is
+    read-only to all of them.
 
     Args:
         num_pages: Pages of the pool, ``>= 1``.
@@ -21,10 +22,30 @@ class PagePool:
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is warm and goes out first
         self._num_holders = [0] * num_pages
+        self._is_cached = bytearray(num_pages)
+        self._num_idle = 0
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that are cached and held by nobody."""
+        return self._num_idle
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or idle."""
+        return len(self._free) + self._num_idle
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that are cached, held or not."""
+        return self._is_cached.count(1)
+
+    def is_held(self, page_id: int) -> bool:
+        return self._num_holders[page_id] > 0
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens of one sequence."""
@@ -46,27 +67,46 @@ class PagePool:
         return page_ids
 
     def share(self, page_ids: Iterable[int]) -> None:
-        """Adds a holder to pages that are held already."""
+        """Adds a holder to pages that are held or idle."""
         for page_id in page_ids:
-            assert self._num_holders[page_id] > 0, f"page {page_id} is free and cannot be shared"
+            if self._num_holders[page_id] == 0:
+                assert self._is_cached[page_id], f"page {page_id} is free and cannot be shared"
+                self._num_idle -= 1
             self._num_holders[page_id] += 1
 
     def release(self, page_ids: Iterable[int]) -> None:
-        """Takes one holder away from each page; a page without holders is free again."""
+        """Takes one holder away from each page; a page without holders is idle if it is cached, else free again."""
         for page_id in page_ids:
             assert self._num_holders[page_id] > 0, f"page {page_id} is released more often than it was taken"
             self._num_holders[page_id] -= 1
             if self._num_holders[page_id] == 0:
-                self._free.append(page_id)
+                if self._is_cached[page_id]:
+                    self._num_idle += 1
+                else:
+                    self._free.append(page_id)
 
-    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+    def mark_cached(self, page_id: int) -> None:
+        """Marks a held page as cached."""
+        assert self._num_holders[page_id] > 0 and not self._is_cached[page_id], f"page {page_id} is free, or cached already"
+        self._is_cached[page_id] = 1
+
+    def unmark_cached(self, page_id: int) -> None:
+        """Takes the mark away; an idle page is free then."""
+        assert self._is_cached[page_id], f"page {page_id} is not cached"
+        self._is_cached[page_id] = 0
+        if self._num_holders[page_id] == 0:
+            self._num_idle -= 1
+            self._free.append(page_id)
+
+    def check_integrity(self, held: Iterable[Sequence[int]], cached: Iterable[int] = ()) -> None:
         """Recomputes all counts from the page lists of every holder and compares.
 
         Args:
             held: One list of page ids for each holder; a holder has a page once.
+            cached: All pages that are cached.
 
         Raises:
-            AssertionError: A page is leaked, owned twice, or both free and held.
+            AssertionError: A page is leaked, owned or cached twice, or both free and held.
         """
         num_holders = [0] * self.num_pages
         for page_ids in held:
@@ -75,4 +115,7 @@ class PagePool:
                 num_holders[page_id] += 1
         wrong = [page_id for page_id in range(self.num_pages) if num_holders[page_id] != self._num_holders[page_id]]
         assert not wrong, f"holders of pages {wrong[:8]} are {[num_holders[p] for p in wrong[:8]]}, counted as {[self._num_holders[p] for p in wrong[:8]]}"
-        assert sorted(self._free) == [page_id for page_id in range(self.num_pages) if not num_holders[page_id]], "the free list is not the set of unheld pages"
+        assert sorted(cached) == [page_id for page_id in range(self.num_pages) if self._is_cached[page_id]], "marked pages are not those that are cached"
+        unheld = [page_id for page_id in range(self.num_pages) if not num_holders[page_id]]
+        assert sorted(self._free) == [page_id for page_id in unheld if not self._is_cached[page_id]], "the free list is not the set of unheld pages"
+        assert self._num_idle == len(unheld) - len(self._free)

@@ -1,4 +1,4 @@
-"""One data rank on the host: its pages, its sequence slots and the sequences that run on it. Which sequence comes to it is the scheduler's matter."""
+"""One data rank on the host: its pages, their prefix cache, its sequence slots and the sequences that run on it. Which come to it is the scheduler's matter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxserve.engine.page_pool import PagePool
-from jaxserve.engine.schedule import RankSchedule, ScheduledSequence
+from jaxserve.engine.prefix_cache.choice import MakePrefixCache
+from jaxserve.engine.prefix_cache.interface import Match
+from jaxserve.engine.schedule import NO_MOVES, PageMoves, RankSchedule, ScheduledSequence
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 
 _HEADROOM_DIVISOR = 100
@@ -19,23 +21,45 @@ class RankPlan:
     """A rank's part of a step in the making.
 
     Args:
-        budget: Tokens left for prefill chunks; decodes have theirs.
+        max_tokens: Token budget of the step.
+        budget: What is left of it for prefill chunks; decodes have theirs.
         num_reserved: Pages that running prefills will still need for the tokens they have.
+        num_behind: Tokens of running prefills that the step has no place for.
         is_short: Pages ran out: nothing is admitted in this step.
+        copies: Pages to be copied; the sources are held until the plan is done.
     """
 
+    max_tokens: int
     budget: int
     num_reserved: int = 0
+    num_behind: int = 0
     is_short: bool = False
     decodes: list[ScheduledSequence] = dataclasses.field(default_factory=list[ScheduledSequence])
     chunks: list[ScheduledSequence] = dataclasses.field(default_factory=list[ScheduledSequence])
+    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list[tuple[int, int]])
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that run before those of a sequence admitted now."""
+        return self.max_tokens - self.budget + self.num_behind
 
     def add(self, scheduled: ScheduledSequence) -> None:
         (self.decodes if scheduled.num_tokens == 1 else self.chunks).append(scheduled)
 
-    def build(self) -> RankSchedule:
-        num_tokens = len(self.decodes) + sum(scheduled.num_tokens for scheduled in self.chunks)
-        return RankSchedule((*self.decodes, *self.chunks), len(self.decodes), num_tokens)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """What a rank offers a waiting sequence.
+
+    Args:
+        match: What its prefix cache holds of it.
+        num_cached_tokens: Tokens of the match.
+        num_left: Pages that would stay free or idle.
+    """
+
+    match: Match
+    num_cached_tokens: int
+    num_left: int
 
 
 class Rank:
@@ -50,28 +74,48 @@ class Rank:
         page_size: Slots of one page.
         max_num_seqs: Sequence slots.
         max_tokens: Token budget of a step.
+        make_cache: Makes the prefix cache of its pool.
+        can_copy_pages: Whether ``PageMoves.copies`` are carried out.
         on_preempted: Told about each sequence that lost its pages; must queue it.
 
     Attributes:
         pool: The pages.
+        cache: Their prefix cache.
         running: By ``order``.
+        num_page_copies: Since the start.
     """
 
-    def __init__(self, index: int, *, num_pages: int, page_size: int, max_num_seqs: int, max_tokens: int, on_preempted: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        index: int,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_tokens: int,
+        make_cache: MakePrefixCache,
+        can_copy_pages: bool,
+        on_preempted: Callable[[Sequence], None],
+    ) -> None:
         self.index = index
         self.pool = PagePool(num_pages, page_size)
+        self.cache = make_cache(self.pool)
         self.running: list[Sequence] = []
+        self.num_page_copies = 0
+        self._can_copy_pages = can_copy_pages
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens
         self._on_preempted = on_preempted
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._now_s = 0.0
 
-    def plan(self) -> RankPlan:
+    def plan(self, now_s: float) -> RankPlan:
         """Decides what the running sequences do in the next step, and takes the pages for it: decodes first, then prefill chunks in order."""
         pool, page_size = self.pool, self.pool.page_size
         running = list(self.running)  # preemption takes from the other one, always behind the sequence in hand and so never one that is scheduled
         num_pending = [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in running]
-        plan = RankPlan(self._max_tokens - num_pending.count(1))
+        self._now_s = now_s
+        plan = RankPlan(self._max_tokens, self._max_tokens - num_pending.count(1))
         decodes = plan.decodes
         for sequence, pending in zip(running, num_pending, strict=True):
             if plan.is_short and sequence.status is not SequenceStatus.RUNNING:
@@ -85,40 +129,74 @@ class Rank:
             elif pending > 1:
                 num_tokens = self._fit_chunk(sequence, min(pending, plan.budget), plan)
                 plan.num_reserved += pool.pages_for(start + pending) - len(sequence.page_ids)
+                plan.num_behind += pending - num_tokens
                 if num_tokens > 0:
                     plan.budget -= num_tokens
                     plan.add(_take(sequence, num_tokens))
         return plan
 
-    def room_for(self, sequence: Sequence, plan: RankPlan) -> int | None:
+    def room_for(self, sequence: Sequence, plan: RankPlan) -> Room | None:
         """Whether a waiting sequence can start in this step: a slot, a token, and pages for all the tokens it has, not just for the first chunk.
 
         Without those pages a preempted sequence would come back at once, only to be preempted again before it has caught up.
-
-        Returns:
-            Pages that would stay free, more being better; ``None`` if it cannot.
         """
         if plan.is_short or plan.budget <= 0 or not self._free_slots:
             return None
-        headroom = self.pool.num_pages // _HEADROOM_DIVISOR if self.running else 0
-        num_left = self.pool.num_free - plan.num_reserved - self.pool.pages_for(len(sequence.token_ids))
-        return num_left if num_left >= headroom else None
+        pool = self.pool
+        headroom = pool.num_pages // _HEADROOM_DIVISOR if self.running else 0
+        num_spare = pool.num_available - plan.num_reserved - headroom - pool.pages_for(len(sequence.token_ids))
+        match = self.cache.match(sequence.cache_path, len(sequence.token_ids) - 1)  # the last token is always computed: it gives the logits
+        matches = (match, Match(match.page_ids)) if match.copy_page_id is not None else (match,)
+        for match in matches if self._can_copy_pages else matches[-1:]:
+            num_idle = sum(not pool.is_held(page_id) for page_id in match.all_page_ids)
+            num_left = num_spare + len(match.page_ids) - num_idle
+            if num_left >= 0:
+                return Room(match, len(match.page_ids) * pool.page_size + match.num_copied, num_left + headroom)
+        return None
 
-    def start(self, sequence: Sequence, plan: RankPlan) -> None:
-        """Starts a sequence that ``room_for`` has room for."""
+    def start(self, sequence: Sequence, plan: RankPlan, room: Room) -> None:
+        """Starts a sequence in the room that ``room_for`` found."""
         sequence.status = SequenceStatus.RUNNING
         sequence.rank = self.index
         sequence.slot = self._free_slots.pop()
         bisect.insort(self.running, sequence, key=_order)
-        num_tokens = min(len(sequence.token_ids), plan.budget)
-        has_room = self._grow(sequence, self.pool.pages_for(num_tokens), plan)
+        self._share(sequence, plan, room.match)
+        sequence.num_computed_tokens = room.num_cached_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(room.num_cached_tokens, sequence.num_prompt_tokens)
+        num_pending = len(sequence.token_ids) - room.num_cached_tokens
+        num_tokens = min(num_pending, plan.budget)
+        has_room = self._grow(sequence, self.pool.pages_for(room.num_cached_tokens + num_tokens) - len(sequence.page_ids), plan)
         assert has_room
         plan.budget -= num_tokens
         plan.num_reserved += self.pool.pages_for(len(sequence.token_ids)) - len(sequence.page_ids)
+        plan.num_behind += num_pending - num_tokens
         plan.add(_take(sequence, num_tokens))
 
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a running sequence out; its pages and slot are free at once. Its status is the caller's to change."""
+    def finish_plan(self, plan: RankPlan) -> RankSchedule:
+        """The finished part of the step. Pages that its chunks fill can be shared from the next step on."""
+        for scheduled in plan.chunks:
+            sequence, end = scheduled.sequence, scheduled.start + scheduled.num_tokens
+            num_full = end // self.pool.page_size
+            if num_full > scheduled.start // self.pool.page_size:
+                self.cache.insert(sequence.cache_path, sequence.page_ids[:num_full], self._now_s, release=False)
+        self.pool.release(source for source, _ in plan.copies)
+        num_tokens = len(plan.decodes) + sum(scheduled.num_tokens for scheduled in plan.chunks)
+        moves = PageMoves(copies=tuple(plan.copies)) if plan.copies else NO_MOVES
+        return RankSchedule((*plan.decodes, *plan.chunks), len(plan.decodes), num_tokens, moves)
+
+    def remove(self, sequence: Sequence, *, is_sound: bool = True, keep_s: float = 0.0) -> None:
+        """Takes a running sequence out; its pages and slot are free at once. Its status is the caller's to change.
+
+        Args:
+            sequence: A running one.
+            is_sound: Whether its pages hold what they should; they are cached then.
+            keep_s: How much longer than usual they are to be kept, in seconds.
+        """
+        if is_sound:
+            num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self.pool.page_size
+            keep_until_s = self._now_s + keep_s if keep_s else 0.0
+            self.cache.insert(sequence.cache_path, sequence.page_ids[:num_full], self._now_s, release=True, keep_until_s=keep_until_s)
         index = bisect.bisect_left(self.running, sequence.order, key=_order)
         assert self.running[index] is sequence
         del self.running[index]
@@ -127,9 +205,9 @@ class Rank:
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence and hands it back."""
-        self.remove(sequence)
+    def preempt(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Takes everything from a running sequence and hands it back; ``is_sound`` as for ``remove``."""
+        self.remove(sequence, is_sound=is_sound)
         sequence.status = SequenceStatus.WAITING
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
@@ -148,7 +226,8 @@ class Rank:
         assert [sequence.order for sequence in self.running] == sorted(sequence.order for sequence in self.running)
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "sequence slots are leaked or owned twice"
-        self.pool.check_integrity(sequence.page_ids for sequence in self.running)
+        self.pool.check_integrity((sequence.page_ids for sequence in self.running), self.cache.cached_page_ids())
+        self.cache.check_integrity()
 
     def _fit_chunk(self, sequence: Sequence, num_tokens: int, plan: RankPlan) -> int:
         """Takes pages for a chunk of up to ``num_tokens`` tokens. Returns the tokens that found room; 0 for none."""
@@ -157,7 +236,7 @@ class Rank:
         pool, start = self.pool, sequence.num_computed_tokens
         missing = pool.pages_for(start + num_tokens) - len(sequence.page_ids)
         if not self._make_room(sequence, missing, plan):
-            missing = pool.num_free
+            missing = pool.num_available
             num_tokens = (len(sequence.page_ids) + missing) * pool.page_size - start
         if num_tokens > 0:
             has_room = self._grow(sequence, missing, plan)
@@ -167,14 +246,31 @@ class Rank:
     def _grow(self, sequence: Sequence, num_pages: int, plan: RankPlan) -> bool:
         if not self._make_room(sequence, num_pages, plan):
             return False
-        page_ids = self.pool.allocate(num_pages)
-        assert page_ids is not None
-        sequence.page_ids += page_ids
+        sequence.page_ids += self._allocate(num_pages)
         return True
 
+    def _allocate(self, num_pages: int) -> list[int]:
+        """Takes pages that are available."""
+        if num_pages > self.pool.num_free:
+            self.cache.evict(num_pages - self.pool.num_free)
+        page_ids = self.pool.allocate(num_pages)
+        assert page_ids is not None
+        return page_ids
+
+    def _share(self, sequence: Sequence, plan: RankPlan, match: Match) -> None:
+        """Gives a sequence the cached pages of its prefix."""
+        self.pool.share(match.all_page_ids)
+        self.cache.use(sequence.cache_path, len(match.page_ids), self._now_s)
+        sequence.page_ids = list(match.page_ids)
+        if match.copy_page_id is not None:
+            (copy_page_id,) = self._allocate(1)
+            sequence.page_ids.append(copy_page_id)
+            plan.copies.append((match.copy_page_id, copy_page_id))
+            self.num_page_copies += 1
+
     def _make_room(self, sequence: Sequence, num_pages: int, plan: RankPlan) -> bool:
-        """Preempts sequences behind this one until ``num_pages`` are free. Returns whether they are."""
-        while self.pool.num_free < num_pages:
+        """Preempts sequences behind this one until ``num_pages`` are available. Returns whether they are."""
+        while self.pool.num_available < num_pages:
             plan.is_short = True
             behind = self.running[bisect.bisect_right(self.running, sequence.order, key=_order) :]
             if not behind:

@@ -8,25 +8,50 @@ old owner's last step come back to ``update``, which drops those of finished seq
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.engine.rank import Rank, RankPlan
+from jaxserve.engine.prefix_cache.choice import MakePrefixCache
+from jaxserve.engine.prefix_cache.interface import NoPrefixCache
+from jaxserve.engine.rank import Rank, RankPlan, Room
 from jaxserve.engine.schedule import Schedule
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.engine.waiting_queue import WaitingQueue
 from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason
 
-Placement = Callable[[Sequence, SequenceOf[tuple[Rank, int]]], Rank]
-"""Chooses the rank of a sequence that is admitted, among ranks with room, each with the pages that would stay free there."""
+_SEQUENCE_TOKENS = 64
+"""What a running sequence counts for when ranks are compared, in prompt tokens: it takes a token of every step to come."""
 
 
-def most_room(_: Sequence, ranks: SequenceOf[tuple[Rank, int]]) -> Rank:
-    """The rank where most pages would stay free; of equals the one that runs fewest sequences, then the first."""
-    return max(ranks, key=lambda entry: (entry[1], -len(entry[0].running), -entry[0].index))[0]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A rank that has room for a sequence."""
+
+    rank: Rank
+    plan: RankPlan
+    room: Room
+
+
+Placement = Callable[[Sequence, SequenceOf[Candidate]], Candidate]
+"""Chooses the rank of a sequence that is admitted, among those with room."""
+
+
+def soonest(sequence: Sequence, candidates: SequenceOf[Candidate]) -> Candidate:
+    """The rank that would finish its prompt soonest: few tokens ahead of it, few of its own that are not cached, few sequences that run beside it.
+
+    So the longest cached prefix decides until it is outweighed by load. Of equals the rank where most pages stay available, then the first.
+    """
+    num_tokens = len(sequence.token_ids)
+
+    def cost(candidate: Candidate) -> tuple[int, int, int]:
+        num_ahead = candidate.plan.num_ahead + _SEQUENCE_TOKENS * len(candidate.rank.running)
+        return num_ahead + num_tokens - candidate.room.num_cached_tokens, -candidate.room.num_left, candidate.rank.index
+
+    return min(candidates, key=cost)
 
 
 class Scheduler:
@@ -44,17 +69,33 @@ class Scheduler:
         page_size: Slots of one page.
         config: Limits of each rank: ``max_num_seqs`` bounds its running sequences, ``max_tokens_per_step`` the tokens of a step.
         num_ranks: Data ranks.
+        make_cache: Makes a rank's prefix cache.
+        can_copy_pages: Whether the runner copies pages.
+        session_ttl_s: How much longer than others the pages of a sequence with a session are kept.
         place: Chooses between ranks.
 
     Attributes:
         ranks: The data ranks.
         num_preemptions: Since the start.
+        num_hit_tokens: Prompt tokens found in a prefix cache since the start; every prompt counts once, when it is first admitted.
+        num_miss_tokens: Prompt tokens not found there.
 
     Raises:
         ConfigError: Limits below 1, or a token budget that cannot give each running sequence a token.
     """
 
-    def __init__(self, num_pages: int, page_size: int, config: SchedulerConfig, *, num_ranks: int = 1, place: Placement = most_room) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        config: SchedulerConfig,
+        *,
+        num_ranks: int = 1,
+        make_cache: MakePrefixCache = lambda _: NoPrefixCache(),
+        can_copy_pages: bool = True,
+        session_ttl_s: float = 0.0,
+        place: Placement = soonest,
+    ) -> None:
         if config.max_num_seqs < 1:
             raise ConfigError(f"scheduler.max_num_seqs must be at least 1, got {config.max_num_seqs}")
         if config.max_tokens_per_step < config.max_num_seqs:
@@ -69,11 +110,16 @@ class Scheduler:
                 page_size=page_size,
                 max_num_seqs=config.max_num_seqs,
                 max_tokens=config.max_tokens_per_step,
+                make_cache=make_cache,
+                can_copy_pages=can_copy_pages,
                 on_preempted=self._on_preempted,
             )
             for index in range(num_ranks)
         )
         self.num_preemptions = 0
+        self.num_hit_tokens = 0
+        self.num_miss_tokens = 0
+        self._session_ttl_s = session_ttl_s
         self._waiting = WaitingQueue()
         self._place = place
         self._arrivals = itertools.count()
@@ -94,8 +140,23 @@ class Scheduler:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody holds, of all ranks."""
-        return sum(rank.pool.num_free for rank in self.ranks)
+        """Pages that no sequence holds, of all ranks; those that are cached can be evicted."""
+        return sum(rank.pool.num_available for rank in self.ranks)
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that are cached, held or not, of all ranks."""
+        return sum(rank.pool.num_cached for rank in self.ranks)
+
+    @property
+    def num_evicted_pages(self) -> int:
+        """Cached pages given up for others since the start."""
+        return sum(rank.cache.num_evicted for rank in self.ranks)
+
+    @property
+    def num_page_copies(self) -> int:
+        """Cached pages copied since the start, for a sequence that goes on within one."""
+        return sum(rank.num_page_copies for rank in self.ranks)
 
     @property
     def has_work(self) -> bool:
@@ -114,26 +175,34 @@ class Scheduler:
         if sequence.status is SequenceStatus.FINISHED:
             return
         if sequence.status is SequenceStatus.RUNNING:
-            self.ranks[sequence.rank].remove(sequence)
+            keep_s = self._session_ttl_s if sequence.request.options.session_id is not None else 0.0
+            self.ranks[sequence.rank].remove(sequence, is_sound=reason != "error", keep_s=keep_s)
         else:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
-    def schedule(self) -> Schedule:
+    def schedule(self, now_s: float = 0.0) -> Schedule:
         """Decides the next step and takes the pages it needs: what runs already goes first, then waiting sequences are admitted.
 
         May be called again before ``update``: a sequence whose next token is not known yet sits out, other chunks go on.
+
+        Args:
+            now_s: The time, of a monotonic clock.
 
         Returns:
             The step; without sequences only if there is nothing to run.
         """
         self._preempted = []
-        plans = [rank.plan() for rank in self.ranks]
-        while (sequence := self._waiting.peek()) is not None and (rank := self._rank_for(sequence, plans)) is not None:
+        plans = [rank.plan(now_s) for rank in self.ranks]
+        while (sequence := self._waiting.peek()) is not None and (chosen := self._rank_for(sequence, plans)) is not None:
             self._waiting.remove(sequence)
-            rank.start(sequence, plans[rank.index])
-        return Schedule(tuple(plan.build() for plan in plans), tuple(self._preempted))
+            is_first_time = sequence.num_cached_tokens is None
+            chosen.rank.start(sequence, chosen.plan, chosen.room)
+            if is_first_time and sequence.num_cached_tokens is not None:
+                self.num_hit_tokens += sequence.num_cached_tokens
+                self.num_miss_tokens += sequence.num_prompt_tokens - sequence.num_cached_tokens
+        return Schedule(tuple(rank.finish_plan(plan) for rank, plan in zip(self.ranks, plans, strict=True)), tuple(self._preempted))
 
     def update(self, schedule: Schedule, token_ids: SequenceOf[int]) -> list[Sequence]:
         """Takes the outcome of a step, in the order of dispatch.
@@ -156,11 +225,12 @@ class Scheduler:
                     grown.append(sequence)
         return grown
 
-    def preempt_all(self) -> None:
-        """Sends every running sequence back to the queue: for when the pools' content is lost."""
+    def forget_pools(self) -> None:
+        """Sends every running sequence back to the queue and empties the prefix caches: for when the pools' content is lost, or the weights change."""
         for rank in self.ranks:
             while rank.running:
-                rank.preempt(rank.running[-1])
+                rank.preempt(rank.running[-1], is_sound=False)
+            rank.cache.clear()
 
     def check_integrity(self) -> None:
         """Recomputes the books of every rank and of the queue.
@@ -176,9 +246,10 @@ class Scheduler:
             assert sequence.status is SequenceStatus.WAITING
             assert sequence.slot == -1 and not sequence.page_ids and sequence.num_computed_tokens == 0
 
-    def _rank_for(self, sequence: Sequence, plans: SequenceOf[RankPlan]) -> Rank | None:
-        rooms = [(rank, room) for rank, plan in zip(self.ranks, plans, strict=True) if (room := rank.room_for(sequence, plan)) is not None]
-        return self._place(sequence, rooms) if rooms else None
+    def _rank_for(self, sequence: Sequence, plans: SequenceOf[RankPlan]) -> Candidate | None:
+        rooms = ((rank, plan, rank.room_for(sequence, plan)) for rank, plan in zip(self.ranks, plans, strict=True))
+        candidates = [Candidate(rank, plan, room) for rank, plan, room in rooms if room is not None]
+        return self._place(sequence, candidates) if candidates else None
 
     def _on_preempted(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from jaxserve.engine.prefix_cache.interface import CachePath
 from jaxserve.request import FinishReason, Request
 
 
@@ -27,6 +28,7 @@ class Sequence:
         token_ids: Prompt and generated tokens so far.
         num_prompt_tokens: Length of the prompt.
         max_tokens: Most tokens to generate, already resolved against the context length.
+        cache_path: Its tokens as a prefix cache sees them; of the same list as ``token_ids``.
         order: Its place among all sequences, smaller first; given once, when the scheduler takes it.
         num_computed_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run. A decode has
             ``len(token_ids) - 1`` of them; a sequence with all of them waits for a token that is still on the device.
@@ -34,6 +36,7 @@ class Sequence:
         page_ids: Pages held, in order of position.
         slot: Index into the rank's per-sequence state on the device while RUNNING, else -1.
         num_preemptions: How often it lost its pages.
+        num_cached_tokens: Prompt tokens that it found in a prefix cache when it was first admitted; ``None`` before.
     """
 
     request: Request
@@ -41,6 +44,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_tokens: int
+    cache_path: CachePath
     order: tuple[float, int] = (0.0, 0)
     num_computed_tokens: int = 0
     rank: int = 0
@@ -49,6 +53,20 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+
+    @classmethod
+    def of(cls, request: Request, *, seed: int, max_tokens: int, namespace: bytes = b"") -> Sequence:
+        """A new sequence.
+
+        Args:
+            request: What it comes from.
+            seed: See the class.
+            max_tokens: See the class.
+            namespace: Of its keys in a prefix cache.
+        """
+        token_ids = list(request.prompt_token_ids)
+        return cls(request, seed, token_ids, len(token_ids), max_tokens, CachePath(namespace, token_ids))
 
     @property
     def num_generated_tokens(self) -> int:

@@ -19,8 +19,10 @@ BUCKETS = make_buckets((8, 16), (2, 4), max_tokens=32, max_rows=MAX_SEQS, table_
 
 def make_sequence(slot: int, length: int, pages: list[int]) -> Sequence:
     params = SamplingParams(temperature=0.5 + slot, top_k=slot, top_p=0.9, min_p=0.25, seed=slot)
-    request = Request(request_id=str(slot), prompt_token_ids=[1], params=params)
-    return Sequence(request, 2**32 - 1 - slot, list(range(100 * slot, 100 * slot + length)), length, 8, page_ids=pages, slot=slot)
+    request = Request(request_id=str(slot), prompt_token_ids=range(100 * slot, 100 * slot + length), params=params)
+    sequence = Sequence.of(request, seed=2**32 - 1 - slot, max_tokens=8)
+    sequence.page_ids, sequence.slot = pages, slot
+    return sequence
 
 
 def rank_schedule(items: list[ScheduledSequence]) -> RankSchedule:

@@ -1,0 +1,172 @@
+"""Random histories of the scheduler: every policy and prefix cache, all books checked after each event, every output equal to the plain run."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.request import Request, RequestOptions, SamplingParams
+from tests.engine_host.fakes import FakeRunner, FakeStep, plain_run
+
+LONGEST = 28
+"""Tokens of prompt and output together."""
+
+
+class Histories(RuleBasedStateMachine):
+    """Adds, aborts and steps at random, with up to three steps in flight, in pools that are mostly too small, with prompts that share their beginnings."""
+
+    counts: Counter[str]
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        pages_over=st.integers(0, 12),
+        max_num_seqs=st.integers(1, 6),
+        budget_over=st.integers(0, 20),
+        depth=st.integers(1, 3),
+        num_ranks=st.integers(1, 4),
+        prefix=st.sampled_from(["radix", "radix", "hash", "hash", "off"]),
+    )
+    def start(self, page_size: int, pages_over: int, max_num_seqs: int, budget_over: int, depth: int, num_ranks: int, prefix: str) -> None:
+        self.num_pages = -(-LONGEST // page_size) + pages_over
+        self.max_tokens = max_num_seqs + budget_over
+        self.depth = depth
+        self.runner = FakeRunner(num_pages=self.num_pages, page_size=page_size, max_num_seqs=max_num_seqs, num_ranks=num_ranks)
+        self.scheduler = Scheduler(
+            self.num_pages,
+            page_size,
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=self.max_tokens),
+            num_ranks=num_ranks,
+            make_cache=choose_prefix_cache(prefix),  # pyright: ignore[reportArgumentType]
+            session_ttl_s=5.0,
+        )
+        self.in_flight: deque[tuple[Schedule, FakeStep]] = deque()
+        self.live: list[Sequence] = []  # in order of arrival
+        self.finished: list[Sequence] = []
+        self.num_added = 0
+        self.now_s = 0.0
+
+    def _add(self, prompt: list[int], max_tokens: int, seed: int, options: RequestOptions) -> None:
+        self.num_added += 1
+        request = Request(request_id=f"s{self.num_added}", prompt_token_ids=prompt, params=SamplingParams(), options=options)
+        sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=(options.cache_salt or "").encode())
+        self.live.append(sequence)
+        self.scheduler.add(sequence)
+        self._count("add")
+
+    def _count(self, event: str, number: int = 1) -> None:
+        self.counts[event] += number
+        self.counts["events"] += 1
+
+    options = st.builds(RequestOptions, cache_salt=st.sampled_from([None, None, None, "x"]), session_id=st.sampled_from([None, None, "s"]))
+
+    @rule(family=st.integers(0, 2), shared=st.integers(0, 12), own=st.lists(st.integers(0, 1), min_size=1, max_size=4), max_tokens=st.integers(1, 8),
+          seed=st.integers(0, 3), options=options)  # fmt: skip
+    def add(self, family: int, shared: int, own: list[int], max_tokens: int, seed: int, options: RequestOptions) -> None:
+        self._add([(family + 3 * i) % 5 for i in range(shared)] + own, max_tokens, seed, options)
+
+    @precondition(lambda self: self.finished)
+    @rule(data=st.data(), cut=st.integers(0, 3), more=st.integers(0, 1), max_tokens=st.integers(1, 6), options=options)
+    def add_next_turn(self, data: st.DataObject, cut: int, more: int, max_tokens: int, options: RequestOptions) -> None:
+        """A prompt that begins with all or most of an earlier prompt and its answer."""
+        before = data.draw(st.sampled_from(self.finished[-8:])).token_ids
+        prompt = before[: max(1, min(len(before), 20) - cut)]
+        self._add(prompt + [7] * more, max_tokens, 0, options)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self._count(f"abort {_state(sequence)}")
+        for _ in range(2):
+            self.scheduler.finish(sequence, "abort")
+        assert sequence.finish_reason == "abort" and not sequence.page_ids
+
+    @rule()
+    def dispatch(self) -> None:
+        if len(self.in_flight) == self.depth:
+            self.fetch()
+        in_flight = {row.sequence for schedule, _ in self.in_flight for row in schedule.sequences}
+        first = [rank.running[0] for rank in self.scheduler.ranks if rank.running and rank.running[0] not in in_flight]
+        self.now_s += 1.0
+        before = self.scheduler.num_evicted_pages
+        schedule = self.scheduler.schedule(self.now_s)
+        if schedule.sequences:
+            assert all(rank.num_tokens <= self.max_tokens for rank in schedule.ranks)
+            self.in_flight.append((schedule, self.runner.dispatch(schedule)))
+        assert set(first) <= {row.sequence for row in schedule.sequences}, "the first sequence of each rank moves in every step"
+        assert schedule.sequences or in_flight or not self.live, "somebody moves"
+        self._count("dispatch")
+        self.counts["preempt"] += len(schedule.preempted)
+        self.counts["copy"] += sum(len(rank.moves.copies) for rank in schedule.ranks)
+        self.counts["evict"] += self.scheduler.num_evicted_pages - before
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def fetch(self) -> None:
+        schedule, step = self.in_flight.popleft()
+        for sequence in self.scheduler.update(schedule, step.fetch()):
+            if sequence.num_generated_tokens == sequence.max_tokens:
+                self.scheduler.finish(sequence, "length")
+                self.live.remove(sequence)
+                self.finished.append(sequence)
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            assert sequence.token_ids[sequence.num_prompt_tokens :] == plain_run(prompt, sequence.num_generated_tokens, sequence.seed)
+        self._count("fetch")
+
+    @rule(num_steps=st.integers(1, 6))
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.dispatch()
+            self.books_add_up()
+
+    @precondition(lambda self: self.num_added > 6)
+    @rule()
+    def lose_pools(self) -> None:
+        self.in_flight.clear()
+        self.runner.lose_pools()
+        self.scheduler.forget_pools()
+        assert self.scheduler.num_cached_pages == 0
+        self._count("lose pools")
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2000):
+            if not (self.live or self.in_flight):
+                break
+            self.dispatch()
+            if self.in_flight:
+                self.fetch()
+        assert not self.live and not self.scheduler.has_work
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_free_pages == self.scheduler.num_pages == self.num_pages * len(self.scheduler.ranks)
+
+
+def _state(sequence: Sequence) -> str:
+    """queued, prefilling, decoding or preempted."""
+    if sequence.status is SequenceStatus.RUNNING:
+        return "prefilling" if sequence.num_computed_tokens < sequence.num_prompt_tokens else "decoding"
+    return "preempted" if sequence.num_preemptions else "queued"
+
+
+def test_histories() -> None:
+    Histories.counts = Counter()
+    run_state_machine_as_test(Histories, settings=settings(max_examples=250, stateful_step_count=60, deadline=None))
+    counts = Histories.counts
+    print(sorted(counts.items()))
+    assert counts["events"] >= 20_000
