@@ -1,0 +1,109 @@
+"""Compiles one step of one layout for one target. Runs as a process of its own: ``python -m jaxserve.plan.compile_layout REQUEST``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from jaxserve.config import load_config
+from jaxserve.dims import ceil_div
+from jaxserve.engine.batch import Bucket
+from jaxserve.engine.build import fit_model
+from jaxserve.engine.execution import choose_execution
+from jaxserve.engine.kv_cache import abstract_pool, device_pool_shape
+from jaxserve.engine.step import abstract_carry, abstract_params, attention_problem, lower_step, make_step
+from jaxserve.errors import JaxserveError
+from jaxserve.kernels_pallas.ragged_paged_attention.api import choose_implementation
+from jaxserve.kernels_pallas.targets import gpu_config
+from jaxserve.mesh import make_layout
+from jaxserve.models.model import build_model
+from jaxserve.plan.model import read_spec
+from jaxserve.plan.request import STEPS, LayoutRequest
+from jaxserve.plan.target import Target, parse_target
+from jaxserve.plan.traffic import measure_traffic
+
+_OUT_OF_MEMORY = re.compile(r"[^.\n]*(?:out of memory|OOM)[^\n]*", re.IGNORECASE)
+
+
+def main(request_json: str) -> int:
+    """Prints JSON objects, one a line: ``{"arrays": …}``, then what the compile gave, or ``{"error": …, "kind": …}``."""
+    request = LayoutRequest.from_json(request_json)
+    target = parse_target(request.target)
+    try:
+        for row in compile_step(request, topology_devices(target), platform=target.chip.platform):
+            print(json.dumps(row), flush=True)
+    except (JaxserveError, NotImplementedError) as error:
+        print(json.dumps({"error": str(error), "kind": "refused"}), flush=True)
+    except jax.errors.JaxRuntimeError as error:
+        print(json.dumps({"error": compiler_words(str(error)), "kind": "memory" if "RESOURCE_EXHAUSTED" in str(error) else "failed"}), flush=True)
+    return 0
+
+
+def topology_devices(target: Target) -> list[Any]:
+    """The devices of chips that need not be here."""
+    if target.chip.platform == "tpu":
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target)).devices)
+    return list(topologies.get_topology_desc("", "cuda", target_config=gpu_config(target.chip.name), topology=f"1x1x{target.num_chips}").devices)
+
+
+def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -> Iterator[dict[str, Any]]:
+    """Compiles one step; yields what ``main`` prints.
+
+    Args:
+        request: What to compile.
+        devices: Real ones, or those of a topology that is only compiled for.
+        platform: jax's name: ``cpu``, ``gpu`` or ``tpu``.
+
+    Raises:
+        ConfigError: The model cannot be split so.
+        NotImplementedError: No attention serves it.
+        jax.errors.JaxRuntimeError: The compiler gives up; out of memory above all.
+    """
+    load, mesh, config = request.load, request.mesh, load_config(overrides=request.settings)
+    spec = fit_model(read_spec(request.source), config, mesh)
+    layout = make_layout(mesh, config.sharding, devices)
+    execution = choose_execution(config, platform)
+    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
+    rows, page_size = load.rows(mesh.data), config.cache.page_size
+    table_width = ceil_div(load.context, page_size)
+    buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode") for step in STEPS}
+    shape = device_pool_shape(spec, layout, num_pages=rows * table_width, page_size=page_size, dtype=execution.kv_dtype)
+    attention = choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.values()))
+    params, pool, carry = abstract_params(model, layout), abstract_pool(attention, shape, layout), abstract_carry(rows, layout)
+    yield {"arrays": {"weights": device_bytes(params), "kv": device_bytes(pool)}, "attention": attention.name, "layers": execution.layers}
+    started = time.perf_counter()
+    bucket = buckets[request.step]
+    step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
+    compiled = lower_step(step, params, pool, carry, bucket, layout).compile()
+    seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    yield {
+        "compile_s": round(seconds, 2),
+        "temp": memory.temp_size_in_bytes,
+        "total": memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+        "traffic": dataclasses.asdict(measure_traffic(compiled.as_text(), mesh._asdict())),
+    }
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of arrays, abstract or real, on one device."""
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def compiler_words(message: str) -> str:
+    """What a compiler's error says, without the list of buffers that follows it."""
+    match = _OUT_OF_MEMORY.search(message)
+    return (match.group() if match else message.splitlines()[0]).strip()[:400]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,67 @@
+"""What a plan asks of each layout, as plain data that travels to a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from jaxserve.dims import ceil_div
+from jaxserve.mesh_shape import MeshShape
+
+StepKind = Literal["decode", "mixed"]
+STEPS: tuple[StepKind, ...] = ("decode", "mixed")
+"""The two kinds of step: every sequence takes one token, or all but one do and the rest of the tokens are a chunk of that one's prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What runs at once, over all data ranks together.
+
+    Args:
+        batch: Sequences that decode together.
+        context: Tokens that each of them holds.
+        chunk: Token budget of a mixed step.
+    """
+
+    batch: int
+    context: int
+    chunk: int
+
+    def rows(self, num_ranks: int) -> int:
+        """Sequences of a data rank: as many as its part of the batch, and the least that an engine compiles for."""
+        return max(2, ceil_div(self.batch, num_ranks))
+
+    def tokens(self, step: StepKind, num_ranks: int) -> int:
+        """Packed tokens of a data rank's step."""
+        rows = self.rows(num_ranks)
+        return rows if step == "decode" else max(rows + 1, ceil_div(self.chunk, num_ranks))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutRequest:
+    """One step of one layout of one target.
+
+    Args:
+        source: MODEL, as the user wrote it.
+        settings: ``section.key=value`` words: dtypes, page size, sharding rules.
+        target: As ``target.parse_target`` reads it.
+        mesh: The layout.
+        load: What runs at once.
+        step: Which step to compile.
+    """
+
+    source: str
+    settings: tuple[str, ...]
+    target: str
+    mesh: MeshShape
+    load: Load
+    step: StepKind
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LayoutRequest:
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**fields | {"settings": tuple(fields["settings"]), "mesh": MeshShape(*fields["mesh"]), "load": Load(**fields["load"])})

@@ -1,0 +1,245 @@
+"""Predicts a step's time from what it must move and compute. Pure functions over plain numbers; every figure is of one device.
+
+The model is the roofline of "How To Scale Your Model" (jax-ml.github.io/scaling-book, chapters on inference and on sharded matrices): memory traffic and
+arithmetic overlap, collectives do not. It knows no kernel start-up, no host and no imperfect kernels, so real steps take longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxserve.config import ShardingConfig
+from jaxserve.kernels_pallas.chips import Chip, Links
+from jaxserve.mesh_shape import MODEL, MeshShape
+from jaxserve.models.params import param_specs
+from jaxserve.models.spec import ModelSpec
+from jaxserve.plan.request import Load, StepKind
+from jaxserve.plan.traffic import Collective
+
+Binding = Literal["weights", "weight copies", "keys and values", "activations", "arithmetic", "links"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """A model as one device holds it.
+
+    Args:
+        spec: With as many KV heads as the model ranks need (``models.sharding.fit_kv_heads``).
+        mesh: The mesh.
+        rules: Sharding rules.
+        weight_bytes: Of one weight.
+        kv_bytes: Of one element of a key or value.
+    """
+
+    spec: ModelSpec
+    mesh: MeshShape
+    rules: ShardingConfig
+    weight_bytes: int
+    kv_bytes: int
+
+    def parts(self, logical: str | None) -> int:
+        """Into how many parts a logical axis is split."""
+        axes = (getattr(self.rules, logical) or ()) if logical else ()
+        sizes = self.mesh._asdict()
+        count = 1
+        for axis in axes:
+            count *= sizes[axis]
+        return count
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """Bytes of each parameter on one device, all layers together."""
+        return {path: count * self.weight_bytes for path, count in self._parameter_counts(over_data=True).items()}
+
+    def matrix_flops_per_token(self) -> tuple[float, float]:
+        """FLOPs of products with weights: for each token, and for each row whose logits are wanted. A weight split over ``data`` is gathered, not saved."""
+        counts = self._parameter_counts(over_data=False)
+        head = counts.pop("embed") if self.spec.tied else counts.pop("head")
+        matrices = [count for path, count in counts.items() if path.removeprefix("layers.") in ("qkv", "o", "gate_up", "down")]
+        return 2.0 * sum(matrices), 2.0 * head
+
+    def kv_token_bytes(self, num_layers: int | None = None) -> int:
+        """Bytes of one token's keys and values."""
+        layers = self.spec.num_layers if num_layers is None else num_layers
+        return 2 * layers * (self.spec.num_kv_heads // self.model_parts("kv_heads")) * self.spec.head_dim * self.kv_bytes
+
+    def attended(self, context: float) -> float:
+        """Tokens that a query at ``context`` sees, summed over layers: fewer where a layer has a window."""
+        return sum(context if layer.window is None else min(context, layer.window) for layer in self.spec.layers)
+
+    def model_parts(self, logical: str) -> int:
+        return self.mesh.model if MODEL in (getattr(self.rules, logical) or ()) else 1
+
+    def _parameter_counts(self, *, over_data: bool) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for path, param in param_specs(self.spec).items():
+            count = self.spec.num_layers if param.per_layer else 1
+            for size, logical in zip(param.shape, param.axes, strict=True):
+                parts = (self.parts(logical) if over_data else self.model_parts(logical)) if logical else 1
+                count *= size // parts
+            counts[path] = count
+        return counts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one step does on one device.
+
+    Args:
+        weight_bytes: Weights read: all but the rows of the embedding table that no token asks for.
+        weight_copy_bytes: Read and written to copy weights.
+        kv_bytes: Keys and values read and written.
+        activation_bytes: Inputs and outputs of the products with weights, and the logits.
+        flops: Products with weights, and attention.
+        collectives: What crosses links.
+        tokens: Packed tokens of all data ranks.
+        sequences: Of them those that yield a token of output.
+    """
+
+    weight_bytes: float
+    weight_copy_bytes: float
+    kv_bytes: float
+    activation_bytes: float
+    flops: float
+    collectives: tuple[Collective, ...]
+    tokens: int
+    sequences: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A predicted step: a model's word, not a measurement. Times in milliseconds.
+
+    Args:
+        step_ms: ``max(memory, arithmetic) + links``.
+        weights_ms: Reading weights at the data sheet's bandwidth.
+        weight_copies_ms: Copying weights, if the program does.
+        kv_ms: Reading keys and values.
+        activations_ms: Reading and writing activations.
+        arithmetic_ms: At the data sheet's dense peak.
+        links_ms: Collectives, one after the other.
+        tokens_per_s: Packed tokens a second: of output in a decode step; of output and prompt in a mixed one.
+        tokens_per_s_per_chip: The same for each chip of the mesh.
+        mfu: Share of the peak FLOP/s.
+        mbu: Share of the peak bandwidth that weights, keys and values take.
+        binds: The largest of the terms.
+    """
+
+    step_ms: float
+    weights_ms: float
+    weight_copies_ms: float
+    kv_ms: float
+    activations_ms: float
+    arithmetic_ms: float
+    links_ms: float
+    tokens_per_s: float
+    tokens_per_s_per_chip: float
+    mfu: float
+    mbu: float
+    binds: Binding
+
+
+def step_work(split: Split, load: Load, step: StepKind, *, weight_copy_bytes: float = 0.0, collectives: Sequence[Collective] = ()) -> Work:
+    """What a step does on one device.
+
+    In a decode step every sequence is ``load.context`` long. In a mixed step all but one are, and the rest of the tokens are one prompt's chunk, whose
+    tokens see half the context on average and whose keys and values are read once.
+
+    Args:
+        split: The model on the mesh.
+        load: What runs at once.
+        step: ``decode`` or ``mixed``.
+        weight_copy_bytes: Written into copies of weights (``traffic.Traffic``).
+        collectives: Of the compiled step.
+    """
+    spec, ranks = split.spec, split.mesh.data
+    rows, tokens = load.rows(ranks), load.tokens(step, ranks)
+    decoding = rows if step == "decode" else rows - 1
+    prompt = tokens - decoding
+    attended = decoding * split.attended(load.context) + prompt * split.attended(load.context / 2)
+    kv_token_layer = split.kv_token_bytes(num_layers=1)
+    read_tokens = decoding * split.attended(load.context) + (split.attended(load.context) if prompt else 0)
+    per_token, per_row = split.matrix_flops_per_token()
+    heads = spec.num_heads // split.model_parts("kv_heads")
+    parameters = split.parameter_bytes()
+    if not spec.tied:
+        parameters.pop("embed")
+    return Work(
+        weight_bytes=sum(parameters.values()),
+        weight_copy_bytes=2 * weight_copy_bytes,
+        kv_bytes=read_tokens * kv_token_layer + tokens * split.kv_token_bytes(),
+        activation_bytes=_activation_bytes(split, tokens, rows),
+        flops=tokens * per_token + rows * per_row + 4.0 * heads * spec.head_dim * attended,
+        collectives=tuple(collectives),
+        tokens=tokens * ranks,
+        sequences=rows * ranks,
+    )
+
+
+def predict(work: Work, chip: Chip, *, num_chips: int, dtype: str) -> Prediction:
+    """The time of a step on one kind of chip.
+
+    Args:
+        work: What it does on one device.
+        chip: The facts of the chip.
+        num_chips: Of the whole mesh.
+        dtype: Of the products' operands.
+    """
+    milli = 1e3
+    memory = {
+        "weights": work.weight_bytes, "weight copies": work.weight_copy_bytes, "keys and values": work.kv_bytes, "activations": work.activation_bytes,
+    }  # fmt: skip
+    memory_ms = {name: milli * num_bytes / chip.bytes_per_s for name, num_bytes in memory.items()}
+    peak = chip.peak_flops_per_s(dtype)
+    arithmetic_ms = milli * work.flops / peak
+    links_ms = milli * sum(collective_seconds(collective, chip.links) for collective in work.collectives)
+    step_ms = max(sum(memory_ms.values()), arithmetic_ms) + links_ms
+    terms: dict[Binding, float] = {**memory_ms, "links": links_ms}  # type: ignore[dict-item]
+    if arithmetic_ms > sum(memory_ms.values()):
+        terms = {"arithmetic": arithmetic_ms, "links": links_ms}
+    seconds = step_ms / milli
+    return Prediction(
+        step_ms=step_ms,
+        weights_ms=memory_ms["weights"],
+        weight_copies_ms=memory_ms["weight copies"],
+        kv_ms=memory_ms["keys and values"],
+        activations_ms=memory_ms["activations"],
+        arithmetic_ms=arithmetic_ms,
+        links_ms=links_ms,
+        tokens_per_s=work.tokens / seconds,
+        tokens_per_s_per_chip=work.tokens / seconds / num_chips,
+        mfu=work.flops / (seconds * peak),
+        mbu=(work.weight_bytes + work.kv_bytes) / (seconds * chip.bytes_per_s),
+        binds=max(terms, key=lambda name: terms[name]),
+    )
+
+
+def collective_seconds(collective: Collective, links: Links) -> float:
+    """Time of all collectives of one kind and axis, each a ring over its group.
+
+    A ring sends ``(n-1)/n`` of the array to gather or to scatter it and twice that to reduce it everywhere. On a torus, whose rings run both ways, hops take
+    ``n/2`` (twice that to reduce) and overlap with the bytes (scaling book, chapter on sharded matrices); at a switch they add to them (NCCL's tuning model).
+    """
+    if not collective.count:
+        return 0.0
+    n = collective.group_size
+    passes = {"all-reduce": 2, "collective-permute": 1}.get(collective.kind, 1)
+    share = 1.0 if collective.kind == "collective-permute" else passes * (n - 1) / n
+    hops = 1.0 if collective.kind == "collective-permute" else passes * (n / 2 if links.kind == "torus" else n - 1)
+    moving = share * collective.bytes / collective.count / links.ring_bytes_per_s
+    waiting = links.start_s + hops * links.hop_s
+    return collective.count * (max(moving, waiting) if links.kind == "torus" else moving + waiting)
+
+
+def with_batch(collectives: Sequence[Collective], factor: float) -> tuple[Collective, ...]:
+    """The same collectives for another number of tokens: a step's messages grow with its rows."""
+    return tuple(dataclasses.replace(collective, bytes=round(collective.bytes * factor)) for collective in collectives)
+
+
+def _activation_bytes(split: Split, tokens: int, rows: int) -> float:
+    spec, heads, mlp = split.spec, split.model_parts("kv_heads"), split.model_parts("mlp")
+    D, N, K, H, F = spec.width, spec.num_heads / heads, spec.num_kv_heads / heads, spec.head_dim, spec.mlp_width / mlp
+    values = (D + (N + 2 * K) * H) + (N * H + D) + (D + 2 * F) + (F + D)
+    logits = rows * spec.vocab_size / split.model_parts("vocab")
+    return spec.num_layers * tokens * values * split.weight_bytes + 2 * logits * 4
