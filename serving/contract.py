@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from jaxserve.request import Request, RequestOutput, SamplingParams
+from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 
 EngineState = Literal["starting", "ready", "draining", "dead"]
 
@@ -46,7 +46,9 @@ class ServedEngine(Protocol):
     @property
     def sampling_defaults(self) -> Mapping[str, Any]: ...
 
-    def make_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
+    def make_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+    ) -> Request:
         """All checks at the door.
 
         Raises:

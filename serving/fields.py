@@ -30,7 +30,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "min_tokens": (0,),
-    "priority": (0,),
     "repetition_penalty": (1,),
     "repetition_detection": (),
     "spaces_between_special_tokens": (True,),
@@ -60,10 +59,8 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "stream_interval": (1,),
     # vLLM: deployment
-    "cache_salt": (),
     "ec_transfer_params": (),
     "kv_transfer_params": (),
-    "session_id": (),
     "vllm_xargs": ({},),
 }
 
@@ -100,9 +97,7 @@ COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = _COMMON | {
 }
 """Field of ``/v1/completions`` -> its neutral values beside null."""
 
-GRPC_FIELDS: dict[str, tuple[Any, ...]] = {
-    name: _COMMON[name] for name in ("n", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority")
-}
+GRPC_FIELDS: dict[str, tuple[Any, ...]] = {name: _COMMON[name] for name in ("n", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")}
 """Field of ``GenerateRequest`` -> its neutral values."""
 
 STREAM_OPTION_FIELDS: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}

@@ -15,7 +15,7 @@ from jaxserve import __version__
 from jaxserve.config import Config
 from jaxserve.engine.params import resolve_params
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
-from jaxserve.request import Request, RequestOutput, SamplingParams
+from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.messages import Prompt
 
@@ -25,6 +25,8 @@ LONG_TEXT_CHARS = 4096
 _RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(RequestOptions) if field.name != "tenant")
+"""What a client may say about the treatment of its request."""
 
 T = TypeVar("T")
 
@@ -85,6 +87,17 @@ class InferenceService:
         """
         return resolve_params(given, self.engine.sampling_defaults)
 
+    def request_options(self, given: Mapping[str, Any]) -> RequestOptions:
+        """How a request is to be treated.
+
+        Args:
+            given: Values by name of ``OPTION_FIELDS``.
+
+        Raises:
+            InvalidRequestError: A value out of its range.
+        """
+        return RequestOptions(**given)
+
     async def encode(self, prompts: Sequence[Prompt], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of prompts; those that are ids already stay as they are. Long ones do not hold up the event loop."""
 
@@ -143,6 +156,7 @@ class InferenceService:
         token_ids: list[int],
         params: SamplingParams,
         request_id: str,
+        options: RequestOptions,
         *,
         truncate_prompt_tokens: int | None = None,
         default_max_tokens: int | None = None,
@@ -153,6 +167,7 @@ class InferenceService:
             token_ids: The prompt.
             params: From ``sampling_params``.
             request_id: Unique.
+            options: From ``request_options``.
             truncate_prompt_tokens: Keep only that many tokens at the end; -1 keeps as many as leave room for ``max_tokens``.
             default_max_tokens: Limit where ``params`` has none, as far as the context has room: nobody asked for it, so it is no reason to refuse.
 
@@ -165,7 +180,7 @@ class InferenceService:
         room = self.engine.max_model_len - len(token_ids)
         if params.max_tokens is None and default_max_tokens is not None and room > 0:
             params = dataclasses.replace(params, max_tokens=min(default_max_tokens, room))
-        return self.engine.make_request(token_ids, params, request_id)
+        return self.engine.make_request(token_ids, params, request_id, options)
 
     def _truncated(self, token_ids: list[int], limit: int, num_new_tokens: int) -> list[int]:
         max_model_len = self.engine.max_model_len

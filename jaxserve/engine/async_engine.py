@@ -16,7 +16,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, JaxserveError
 from jaxserve.models.spec import ModelSpec
-from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
+from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -147,7 +147,9 @@ class AsyncEngine:
 
     # -- Requests -----------------------------------------------------------------------------------------------------------------------------
 
-    def make_request(self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None) -> Request:
+    def make_request(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+    ) -> Request:
         """As :meth:`Engine.make_request`; refuses at once what can be known to fail.
 
         Raises:
@@ -155,7 +157,7 @@ class AsyncEngine:
             EngineNotReadyError: The engine is starting or draining.
             EngineDeadError: The engine is dead.
         """
-        return self._admitting().make_request(prompt_token_ids, params, request_id)
+        return self._admitting().make_request(prompt_token_ids, params, request_id, options)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Runs a request and yields its outputs, the last with a finish reason. Outputs that wait for a slow consumer come as one.

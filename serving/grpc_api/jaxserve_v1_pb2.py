@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+jaxserve/serving/grpc_api/jaxserve_v1.proto\x12\x0bjaxserve.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"t\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"x\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.jaxserve.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\xbc\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12-\n\x08messages\x18\x05 \x01(\x0b\x32\x19.jaxserve.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x07 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x0b \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x0c \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\r \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x12H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0f \x01(\x05H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\x05\x12\'\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x13 \x01(\x08H\n\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x14 \x01(\x08H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x1e \x01(\x05H\x0c\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x1f \x01(\x05H\r\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18  \x01(\x01H\x0e\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18! \x01(\x01H\x0f\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\" \x01(\x01H\x10\x88\x01\x01\x12\x15\n\x08priority\x18# \x01(\x05H\x11\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_priority\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x05\"\xd7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x1a\n\rfinish_reason\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.jaxserve.v1.UsageB\r\n\x0bstop_reasonB\x10\n\x0e_finish_reason\"\xa0\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12-\n\x08messages\x18\x03 \x01(\x0b\x32\x19.jaxserve.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x8a\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\x05\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xb5\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12<\n\x05stats\x18\x04 \x03(\x0b\x32-.jaxserve.v1.GetServerInfoResponse.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xdb\x03\n\tInference\x12I\n\x08Generate\x12\x1c.jaxserve.v1.GenerateRequest\x1a\x1d.jaxserve.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.jaxserve.v1.TokenizeRequest\x1a\x1d.jaxserve.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.jaxserve.v1.DetokenizeRequest\x1a\x1f.jaxserve.v1.DetokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .jaxserve.v1.GetModelInfoRequest\x1a!.jaxserve.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.jaxserve.v1.GetServerInfoRequest\x1a\".jaxserve.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+jaxserve/serving/grpc_api/jaxserve_v1.proto\x12\x0bjaxserve.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"t\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"x\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.jaxserve.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\xb6\x08\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.jaxserve.v1.TokenIdsH\x00\x12-\n\x08messages\x18\x05 \x01(\x0b\x32\x19.jaxserve.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x07 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x0b \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x0c \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\r \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x12H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0f \x01(\x05H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\x05\x12\'\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x13 \x01(\x08H\n\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x14 \x01(\x08H\x0b\x88\x01\x01\x12\x17\n\ncache_salt\x18\x15 \x01(\tH\x0c\x88\x01\x01\x12\x17\n\nsession_id\x18\x16 \x01(\tH\r\x88\x01\x01\x12\x15\n\x08priority\x18# \x01(\x05H\x0e\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x17 \x01(\x05H\x0f\x88\x01\x01\x12\x0e\n\x01n\x18\x1e \x01(\x05H\x10\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x1f \x01(\x05H\x11\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18  \x01(\x01H\x12\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18! \x01(\x01H\x13\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\" \x01(\x01H\x14\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB\r\n\x0b_cache_saltB\r\n\x0b_session_idB\x0b\n\t_priorityB\x0e\n\x0c_deadline_msB\x04\n\x02_nB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x05\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\"\xd7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x1a\n\rfinish_reason\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\x05H\x00\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.jaxserve.v1.UsageB\r\n\x0bstop_reasonB\x10\n\x0e_finish_reason\"\xa0\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12-\n\x08messages\x18\x03 \x01(\x0b\x32\x19.jaxserve.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x8a\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\x05\x12\x12\n\nvocab_size\x18\x05 \x01(\x05\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xb5\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12<\n\x05stats\x18\x04 \x03(\x0b\x32-.jaxserve.v1.GetServerInfoResponse.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xdb\x03\n\tInference\x12I\n\x08Generate\x12\x1c.jaxserve.v1.GenerateRequest\x1a\x1d.jaxserve.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.jaxserve.v1.TokenizeRequest\x1a\x1d.jaxserve.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.jaxserve.v1.DetokenizeRequest\x1a\x1f.jaxserve.v1.DetokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .jaxserve.v1.GetModelInfoRequest\x1a!.jaxserve.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.jaxserve.v1.GetServerInfoRequest\x1a\".jaxserve.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,33 +40,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGES']._serialized_start=203
   _globals['_CHATMESSAGES']._serialized_end=323
   _globals['_GENERATEREQUEST']._serialized_start=326
-  _globals['_GENERATEREQUEST']._serialized_end=1282
-  _globals['_USAGE']._serialized_start=1284
-  _globals['_USAGE']._serialized_end=1363
-  _globals['_GENERATERESPONSE']._serialized_start=1366
-  _globals['_GENERATERESPONSE']._serialized_end=1581
-  _globals['_TOKENIZEREQUEST']._serialized_start=1584
-  _globals['_TOKENIZEREQUEST']._serialized_end=1744
-  _globals['_TOKENIZERESPONSE']._serialized_start=1746
-  _globals['_TOKENIZERESPONSE']._serialized_end=1806
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1808
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1861
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1863
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1897
-  _globals['_ABORTREQUEST']._serialized_start=1899
-  _globals['_ABORTREQUEST']._serialized_end=1933
-  _globals['_ABORTRESPONSE']._serialized_start=1935
-  _globals['_ABORTRESPONSE']._serialized_end=1967
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1969
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2005
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2008
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2146
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2148
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2170
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2173
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2354
-  _globals['_GETSERVERINFORESPONSE_STATSENTRY']._serialized_start=2310
-  _globals['_GETSERVERINFORESPONSE_STATSENTRY']._serialized_end=2354
-  _globals['_INFERENCE']._serialized_start=2357
-  _globals['_INFERENCE']._serialized_end=2832
+  _globals['_GENERATEREQUEST']._serialized_end=1404
+  _globals['_USAGE']._serialized_start=1406
+  _globals['_USAGE']._serialized_end=1508
+  _globals['_GENERATERESPONSE']._serialized_start=1511
+  _globals['_GENERATERESPONSE']._serialized_end=1726
+  _globals['_TOKENIZEREQUEST']._serialized_start=1729
+  _globals['_TOKENIZEREQUEST']._serialized_end=1889
+  _globals['_TOKENIZERESPONSE']._serialized_start=1891
+  _globals['_TOKENIZERESPONSE']._serialized_end=1951
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1953
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2006
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2008
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2042
+  _globals['_ABORTREQUEST']._serialized_start=2044
+  _globals['_ABORTREQUEST']._serialized_end=2078
+  _globals['_ABORTRESPONSE']._serialized_start=2080
+  _globals['_ABORTRESPONSE']._serialized_end=2112
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2114
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2150
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2153
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2291
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2293
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2315
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2318
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2499
+  _globals['_GETSERVERINFORESPONSE_STATSENTRY']._serialized_start=2455
+  _globals['_GETSERVERINFORESPONSE_STATSENTRY']._serialized_end=2499
+  _globals['_INFERENCE']._serialized_start=2502
+  _globals['_INFERENCE']._serialized_end=2977
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container
 from typing import Any
 
 import grpc.aio
@@ -20,7 +20,7 @@ from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.messages import parse_messages
-from jaxserve.serving.service import SAMPLING_FIELDS, InferenceService, client_names
+from jaxserve.serving.service import OPTION_FIELDS, SAMPLING_FIELDS, InferenceService, client_names
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_MESSAGE_CHARS = 1000
@@ -47,9 +47,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             given = _sampling_given(request)
             with client_names({"prompt": request.WhichOneof("input") or "input"}):
                 params = service.sampling_params(given)
+                options = service.request_options(_given(request, OPTION_FIELDS))
                 token_ids = await self._prompt(request)
                 truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
-                engine_request = service.make_request(token_ids, params, _request_id(request.request_id), truncate_prompt_tokens=truncate)
+                request_id = _request_id(request.request_id)
+                engine_request = service.make_request(token_ids, params, request_id, options, truncate_prompt_tokens=truncate)
             async with contextlib.aclosing(service.run(engine_request)) as outputs:
                 async for output in outputs:
                     yield _response(output)
@@ -163,12 +165,14 @@ def _check_message(message: Message | DecodeError, path: str = "") -> None:
 
 def _sampling_given(request: pb.GenerateRequest) -> dict[str, Any]:
     """The sampling fields that the client set, the unimplemented ones checked to be neutral."""
-    given: dict[str, Any] = {}
-    for descriptor, value in request.ListFields():
-        name = descriptor.name
-        if name in SAMPLING_FIELDS or name in fields.GRPC_FIELDS:
-            given[name] = list(value) if descriptor.is_repeated else value
+    given = _given(request, {*SAMPLING_FIELDS, *fields.GRPC_FIELDS})
     return fields.select_fields(given, implemented=SAMPLING_FIELDS, neutral=fields.GRPC_FIELDS)
+
+
+def _given(request: pb.GenerateRequest, names: Container[str]) -> dict[str, Any]:
+    """The fields of these names that the client set."""
+    present = ((field, value) for field, value in request.ListFields() if field.name in names)
+    return {field.name: list(value) if field.is_repeated else value for field, value in present}
 
 
 def _request_id(given: str) -> str:
@@ -191,7 +195,7 @@ def _response(output: RequestOutput) -> pb.GenerateResponse:
     elif output.stop_reason is not None:
         response.stop_token_id = output.stop_reason
     usage = output.usage
-    response.usage.CopyFrom(pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, total_tokens=usage.total_tokens))
+    response.usage.CopyFrom(pb.Usage(**dataclasses.asdict(usage), total_tokens=usage.total_tokens))
     return response
 
 

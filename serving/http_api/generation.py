@@ -86,10 +86,11 @@ async def complete(service: InferenceService, http_request: HttpRequest, body: C
 
     async def prepare(answer_id: str) -> list[Request]:
         params = service.sampling_params(body.sampling_given())
+        options = service.request_options(body.options_given())
         token_ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         request_ids = [answer_id] if len(token_ids) == 1 else [f"{answer_id}-{index}" for index in range(len(token_ids))]
         limits = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "default_max_tokens": DEFAULT_COMPLETION_TOKENS}
-        return [service.make_request(ids, params, request_id, **limits) for ids, request_id in zip(token_ids, request_ids, strict=True)]
+        return [service.make_request(ids, params, request_id, options, **limits) for ids, request_id in zip(token_ids, request_ids, strict=True)]
 
     return await _answer(service, http_request, body, CompletionForm(), prepare)
 
@@ -110,13 +111,14 @@ async def chat(service: InferenceService, http_request: HttpRequest, body: ChatB
             names["max_tokens"] = "max_completion_tokens"
         with client_names(names):
             params = service.sampling_params(given)
+            options = service.request_options(body.options_given())
             token_ids = await service.encode_chat(
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
                 add_special_tokens=body.add_special_tokens,
                 template_vars=body.chat_template_kwargs,
             )
-            return [service.make_request(token_ids, params, answer_id, truncate_prompt_tokens=body.truncate_prompt_tokens)]
+            return [service.make_request(token_ids, params, answer_id, options, truncate_prompt_tokens=body.truncate_prompt_tokens)]
 
     return await _answer(service, http_request, body, ChatForm(), prepare)
 
@@ -182,7 +184,12 @@ def _choice(index: int, content: dict[str, Any], last: RequestOutput | None = No
     return {"index": index, **content, "logprobs": None, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
 
 
-def _usage(usages: Sequence[Usage]) -> dict[str, int]:
+def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }

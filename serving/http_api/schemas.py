@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic
@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from jaxserve.errors import InvalidRequestError
 from jaxserve.serving import fields
 from jaxserve.serving.messages import Prompt, parse_messages, parse_prompts
-from jaxserve.serving.service import SAMPLING_FIELDS
+from jaxserve.serving.service import OPTION_FIELDS, SAMPLING_FIELDS
 
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA = {
@@ -88,6 +88,10 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -95,7 +99,14 @@ class GenerationBody(Body):
 
     def sampling_given(self) -> dict[str, Any]:
         """The sampling fields that the client set."""
-        return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        return self._given(SAMPLING_FIELDS)
+
+    def options_given(self) -> dict[str, Any]:
+        """What the client said about the treatment of its request."""
+        return self._given(OPTION_FIELDS)
+
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class CompletionBody(GenerationBody):

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import ContextLengthError, EngineDeadError, InvalidRequestError
-from jaxserve.request import Request, RequestOutput, SamplingParams, Usage
+from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
 BOS, EOS = 256, 257
 
@@ -93,7 +93,9 @@ class FakeAsyncEngine:
         self.closed = False
         self._starting: asyncio.Task[None] | None = None
 
-    def make_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
+    def make_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+    ) -> Request:
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
         if not all(0 <= token_id < self.tokenizer.vocab_size for token_id in prompt_token_ids):
@@ -102,7 +104,7 @@ class FakeAsyncEngine:
         if num_tokens > self.max_model_len:
             param = "prompt" if params.max_tokens is None else "max_tokens"
             raise ContextLengthError(f"maximum context length is {self.max_model_len} tokens, got {num_tokens}", param=param)
-        return Request(request_id=request_id or f"r{len(self.requests)}", prompt_token_ids=prompt_token_ids, params=params)
+        return Request(request_id=request_id or f"r{len(self.requests)}", prompt_token_ids=prompt_token_ids, params=params, options=options or RequestOptions())
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if self.state == "dead":

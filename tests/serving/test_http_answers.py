@@ -50,7 +50,7 @@ def test_completion() -> None:
     assert (answer["object"], answer["model"]) == ("text_completion", "fake")
     assert answer["system_fingerprint"].startswith("fp_")
     assert answer["choices"] == [{"index": 0, "text": expected_text(HI, 5), "logprobs": None, "finish_reason": "length", "stop_reason": None}]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,8 @@ def test_usage_comes_only_when_asked_for_and_only_in_the_last_chunk(options: Any
     assert ["usage" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [wants_usage]
     if wants_usage:
         assert chunks[-1]["choices"] == []
-        assert chunks[-1]["usage"] == {"prompt_tokens": len(CHAT_HI), "completion_tokens": 3, "total_tokens": len(CHAT_HI) + 3}
+        usage = chunks[-1]["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (len(CHAT_HI), 3, len(CHAT_HI) + 3)
 
 
 def test_stop_reason_tells_which_stop_ended_it() -> None:

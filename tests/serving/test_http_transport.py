@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from jaxserve.request import SamplingParams
+from jaxserve.request import RequestOptions, SamplingParams
 from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import BOS, FakeAsyncEngine, expected_text
 from tests.serving.servers import CHAT, Raw, http_server, server_config, until
@@ -46,7 +46,7 @@ def test_a_slow_reader_of_several_streams_holds_them_up() -> None:
 
     async def scenario() -> None:
         params = SamplingParams(max_tokens=100)
-        async with contextlib.aclosing(service.run_all([service.make_request([index], params, str(index)) for index in range(3)])) as outputs:
+        async with contextlib.aclosing(service.run_all([service.make_request([index], params, str(index), RequestOptions()) for index in range(3)])) as outputs:
             await anext(outputs)
             await asyncio.sleep(0.05)
             assert len(engine.running) == 3

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import grpc.aio
 import httpx
+import pytest
 
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
@@ -109,3 +110,43 @@ def test_a_signal_lets_a_running_request_finish() -> None:
         await until(lambda: engine.state == "dead")
 
     asyncio.run(run())
+
+
+def test_cached_tokens_are_reported_to_who_may_share_them() -> None:
+    """Over both APIs, agreeing with the engine's counts."""
+    prompt = "the same long beginning of every prompt"
+
+    async def scenario(port: int, stub: pb_grpc.InferenceStub) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+
+            async def over_http(**fields: object) -> int:
+                answer = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2, **fields})
+                assert answer.status_code == 200, answer.text
+                return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+            async def over_grpc(**fields: object) -> int:
+                return [response async for response in stub.Generate(pb.GenerateRequest(text=prompt, max_tokens=2, **fields))][-1].usage.cached_tokens  # pyright: ignore[reportArgumentType]
+
+            assert await over_http() == 0
+            assert await over_http() == await over_grpc() == len(prompt) - 1
+            assert await over_http(cache_salt="mine") == 0
+            assert await over_grpc(cache_salt="mine") == len(prompt) - 1
+            stats = (await stub.GetServerInfo(pb.GetServerInfoRequest())).stats
+            assert (stats["prefix_hit_tokens"], stats["prefix_miss_tokens"]) == (3 * (len(prompt) - 1), 2 * len(prompt) + 3)
+
+    with_servers(scenario)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    wrong = {"priority": 1001, "deadline_ms": 0, "cache_salt": "x" * 257, "session_id": ""}
+
+    async def scenario(port: int, stub: pb_grpc.InferenceStub) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            for name, value in wrong.items():
+                answer = await client.post("/v1/completions", json={"prompt": "hi", name: value})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+                with pytest.raises(grpc.aio.AioRpcError, match=name) as caught:
+                    await anext(aiter(stub.Generate(pb.GenerateRequest(text="hi", **{name: value}))))  # pyright: ignore[reportArgumentType]
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    with_servers(scenario)
