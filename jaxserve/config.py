@@ -89,6 +89,7 @@ class CacheConfig:
         num_pages: Pages of one layer and one data rank; ``None`` sizes the pool from ``memory_fraction``.
         memory_fraction: Share of the device's memory that the pool may take, as far as it is free, never more than all sequences at full length need;
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
+        swap_gib: Host memory in GiB that pages of preempted sequences can be swapped to; ``None`` is 4 beside an accelerator, and 0, none, on CPU.
         dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
             ``fp8`` and ``float8_e4m3fn`` are the same: half of bfloat16's memory, 3 bits of mantissa, saturating at 448.
         prefix: How keys and values of prompts and answers are kept for prompts that begin with the same tokens: in a radix tree (``radix``), which
@@ -100,6 +101,7 @@ class CacheConfig:
     page_size: Annotated[int, Between(1, 256), PowerOfTwo()] = 16
     num_pages: Annotated[int, Between(1, 2**24)] | None = None
     memory_fraction: Annotated[float, Between(0, 1, open_low=True)] | None = None
+    swap_gib: Annotated[float, Between(0, 2**16)] | None = None
     dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "fp8"] = "auto"
     prefix: Literal["radix", "hash", "off"] = "radix"
     session_ttl_s: Annotated[float, Between(0, 86_400)] = 300.0

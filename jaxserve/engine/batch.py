@@ -167,6 +167,18 @@ class _RankRows:
         self._num_pages[slot] = len(sequence.page_ids)
 
 
+def packed_prefill(bucket: Bucket, num_tokens: int, *, page_size: int, num_ranks: int) -> np.ndarray:
+    """A packed batch in which each rank prefills one greedy sequence of ``num_tokens`` tokens in the first pages: for measuring."""
+    packed = np.zeros((num_ranks, bucket.packed_size), np.int32)
+    packed[:, 1] = 1
+    rows = packed[:, 2 + bucket.num_tokens :].reshape(num_ranks, bucket.num_rows, -1)
+    rows[:, 0, 0] = rows[:, 0, 1] = num_tokens
+    rows[:, 0, 5] = np.float32(1.0).view(np.int32)  # top_p
+    num_pages = ceil_div(num_tokens, page_size)
+    rows[:, 0, len(ROW_FIELDS) : len(ROW_FIELDS) + num_pages] = np.arange(num_pages)
+    return packed
+
+
 def table_width(max_model_len: int, page_size: int) -> int:
     """M: pages of the longest sequence."""
     return ceil_div(max_model_len, page_size)

@@ -13,7 +13,7 @@ from jaxserve.config import Config
 from jaxserve.engine.batch import Buckets, make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan, device_pool_shape, plan_pool
+from jaxserve.engine.kv_cache import PoolPlan, device_pool_shape, num_host_pages, plan_pool
 from jaxserve.engine.memory import device_memory, release_unused
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.engine.step import attention_problem
@@ -90,7 +90,9 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     _check_pool(plan, model, buckets)
     buckets = dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
     _log_what_fits(params, plan, max_model_len)
-    runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs)
+    runner = DeviceRunner(
+        model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs, num_host_pages=num_host_pages(plan, config.cache, is_cpu=is_cpu)
+    )
     if config.engine.warmup:
         runner.warmup(None if progress is None else lambda done, total: progress("compiling", done, total))
     else:

@@ -19,6 +19,7 @@ from jaxserve.models.spec import ModelSpec
 CPU_MEMORY_FRACTION = 0.1
 """Default share of a host's memory: the host has other things to do."""
 ACCELERATOR_MEMORY_FRACTION = 0.9
+ACCELERATOR_SWAP_GIB = 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,12 @@ def plan_pool(
             f"at most {memory.free_bytes // sharers // page_bytes} fit"
         )
     return PoolPlan(shape=shape(num_pages), attention=attention, page_bytes=page_bytes, layout=layout)
+
+
+def num_host_pages(plan: PoolPlan, config: CacheConfig, *, is_cpu: bool) -> int:
+    """Pages of each data rank that the host memory for swaps holds, at most as many as the pool has."""
+    gib = (0.0 if is_cpu else ACCELERATOR_SWAP_GIB) if config.swap_gib is None else config.swap_gib
+    return min(int(gib * 2**30) // (plan.page_bytes * plan.layout.mesh.size), plan.shape.num_pages)
 
 
 def _three_bits(number: int) -> int:

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets
+from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, packed_prefill
 from jaxserve.engine.kv_cache import PoolPlan
-from jaxserve.engine.schedule import RunnerCosts, Schedule
+from jaxserve.engine.page_mover import PAGES_A_CALL, PageMover
+from jaxserve.engine.schedule import PageMoves, RunnerCosts, Schedule
 from jaxserve.engine.step import abstract_carry, lower_step, make_step
 from jaxserve.models.model import Model
 from jaxserve.models.params import Params
@@ -49,18 +50,19 @@ class DeviceRunner:
         pool_plan: The KV pool to allocate, and the mesh.
         buckets: The shapes to compile for.
         max_num_seqs: Sequence slots of a data rank.
+        num_host_pages: Pages of host memory for each data rank's swapped pages; 0 swaps nothing.
 
     Attributes:
         num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
     """
 
-    def __init__(self, model: Model, params: Params, pool_plan: PoolPlan, buckets: Buckets, *, max_num_seqs: int) -> None:
+    def __init__(self, model: Model, params: Params, pool_plan: PoolPlan, buckets: Buckets, *, max_num_seqs: int, num_host_pages: int = 0) -> None:
         self.num_ranks = pool_plan.layout.shape.data
         self.num_pages = pool_plan.shape.num_pages
         self.page_size = pool_plan.shape.page_size
         self.max_num_seqs = max_num_seqs
-        self.num_host_pages = 0
-        self.can_copy_pages = False
+        self.num_host_pages = num_host_pages
+        self.can_copy_pages = True
         self.page_bytes = pool_plan.page_bytes
         self.costs: RunnerCosts | None = None
         self.is_compiling = False
@@ -70,6 +72,7 @@ class DeviceRunner:
         self._params = params
         self._pool_plan = pool_plan
         self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs, num_ranks=self.num_ranks)
+        self._mover = PageMover(pool_plan, num_host_pages)
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._warm = False
         self._reset()
@@ -91,6 +94,9 @@ class DeviceRunner:
                 future.result()
                 if progress is not None:
                     progress(done, len(buckets))
+        self._mover.warmup()
+        if self.num_host_pages:
+            self.costs = self._measure_costs()
         self._warm = True
         logger.info("compiled %d buckets in %.1f s", len(buckets), time.monotonic() - started)
 
@@ -102,8 +108,15 @@ class DeviceRunner:
             if self._warm:
                 self.num_late_compiles += 1
                 logger.warning("compiling %s in the middle of serving: warm-up missed it", bucket)
-            compiled = self._compile(bucket)
+            self.is_compiling = True
+            try:
+                compiled = self._compile(bucket)
+            finally:
+                self.is_compiling = False
+        moves = [rank.moves for rank in schedule.ranks]
         try:
+            if any(moves):
+                self._pool = self._mover.apply(self._pool, moves)
             self._pool, self._carry, token_ids_RB = compiled(self._params, self._pool, self._carry, packed)
         except Exception:
             self._reset()
@@ -122,6 +135,31 @@ class DeviceRunner:
         compiled = lower_step(step, self._params, plan.abstract(), carry, bucket, plan.layout).compile()
         self._compiled[bucket] = compiled
         return compiled
+
+    def _measure_costs(self) -> RunnerCosts:
+        """Times a full prefill step and swaps of pages, on a pool that holds nothing yet. The fastest of three each."""
+        bucket = max((bucket for bucket in self.buckets.all() if not bucket.decode_only), key=lambda bucket: bucket.num_tokens)
+        num_tokens = min(bucket.num_tokens, self.num_pages * self.page_size, bucket.table_width * self.page_size)
+        packed = packed_prefill(bucket, num_tokens, page_size=self.page_size, num_ranks=self.num_ranks)
+        pages = [(page, page) for page in range(min(PAGES_A_CALL, self.num_pages, self.num_host_pages))]
+        moves = [PageMoves(swap_outs=tuple(pages), swap_ins=tuple(pages))] * self.num_ranks
+
+        def prefill() -> None:
+            self._pool, self._carry, token_ids_RB = self._compiled[bucket](self._params, self._pool, self._carry, packed)
+            token_ids_RB.block_until_ready()
+
+        def swap() -> None:
+            self._pool = jax.block_until_ready(self._mover.apply(self._pool, moves))
+
+        def fastest(run: Callable[[], None]) -> float:
+            seconds: list[float] = []
+            for _ in range(3):
+                started = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - started)
+            return min(seconds)
+
+        return RunnerCosts(token_s=fastest(prefill) / num_tokens, page_swap_s=fastest(swap) / (2 * len(pages)))
 
     def _reset(self) -> None:
         self._pool = None  # Before the new one is made: there may be no room for two.
