@@ -96,7 +96,7 @@ class Chip:
     memory_bytes: int
     usable_bytes: int
     bytes_per_s: float
-    flops_by_dtype: Mapping[str, float]
+    flops_by_dtype: Mapping[str, float] = dataclasses.field(hash=False)
     fast_memory_bytes: int
     num_cores: int
     native_float8: bool
