@@ -14,8 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.kernels_pallas.ragged_paged_attention.api import NO_WINDOW, KVPool
+from jaxserve.mesh import Layout
 from jaxserve.models.layers import Attend, DecoderLayer, Stem, rope_tables
-from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs
+from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs, repeat_heads, unrepeated
+from jaxserve.models.sharding import param_sharding
 from jaxserve.models.spec import ModelSpec
 
 _SPREAD = 0.1
@@ -49,23 +51,30 @@ class Model:
 
         return build_params(self.spec, self.layers, make)
 
-    def random_params(self, seed: int, *, randomize_all: bool = False) -> Params:
-        """Random parameters: the same values for both forms of the layers.
+    def random_params(self, seed: int, layout: Layout | None = None, *, randomize_all: bool = False) -> Params:
+        """Random parameters: the same values for both forms of the layers, on any layout, and with KV heads repeated or not.
 
         Args:
             seed: Any integer ``>= 0``.
+            layout: How they are split over devices; ``None`` puts them on jax's default device. The host holds one whole parameter at a time.
             randomize_all: Also norms and biases, which are otherwise at their neutral values.
         """
+        once = param_specs(unrepeated(self.spec))
 
         def one(path: str, param: ParamSpec, layer: int) -> np.ndarray:
             # Drawn by numpy: a compile for each shape takes longer than drawing the models that tests use.
             rng = np.random.default_rng([seed, zlib.crc32(path.encode()), layer])
-            return _random(rng, param, randomize_all).astype(self.dtype)
+            values = _random(rng, once[path], randomize_all).astype(self.dtype)
+            return values if once[path] == param else repeat_heads(values, once[path], param)
 
         def make(path: str, param: ParamSpec, layer: int | None) -> Array:
             if param.per_layer and layer is None:
-                return jnp.asarray(np.stack([one(path, param, index) for index in range(self.spec.num_layers)]))
-            return jnp.asarray(one(path, param, layer or 0))
+                values = np.stack([one(path, param, index) for index in range(self.spec.num_layers)])
+            else:
+                values = one(path, param, layer or 0)
+            if layout is None:
+                return jnp.asarray(values)
+            return jax.make_array_from_callback(values.shape, param_sharding(param, layer, layout), lambda part: values[part])
 
         return build_params(self.spec, self.layers, make)
 

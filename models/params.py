@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxserve.models.spec import ModelSpec
 
 Params = dict[str, Any]
@@ -75,6 +77,27 @@ def build_params(spec: ModelSpec, layers: LayersForm, make: Callable[[str, Param
     else:
         params["layers"] = [{name: make(path, param, layer) for name, (path, param) in per_layer.items()} for layer in range(spec.num_layers)]
     return params
+
+
+def unrepeated(spec: ModelSpec) -> ModelSpec:
+    """The model with the KV heads of its checkpoint, each one once."""
+    return dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // spec.kv_repeat, kv_repeat=1)
+
+
+def repeat_heads(values: np.ndarray, param: ParamSpec, repeated: ParamSpec) -> np.ndarray:
+    """One layer's parameter of the :func:`unrepeated` model as the model with repeated KV heads has it.
+
+    Args:
+        values: As ``param`` declares them.
+        param: Declaration in the unrepeated model.
+        repeated: Declaration of the same parameter in the other.
+    """
+    result = np.empty(repeated.shape, values.dtype)
+    for piece, place in zip(param.pieces, repeated.pieces, strict=True):
+        target = result[place.into]
+        heads = values[piece.into].reshape(target.shape[0] // place.repeat, -1)
+        target[...] = np.repeat(heads, place.repeat, axis=0).reshape(target.shape)
+    return result
 
 
 def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:

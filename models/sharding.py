@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.config import ShardingConfig
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import MODEL, Layout, MeshShape
+from jaxserve.mesh import Layout
+from jaxserve.mesh_shape import MODEL, MeshShape
 from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs
 from jaxserve.models.spec import ModelSpec
 
@@ -19,13 +20,14 @@ _AXIS_NAMES = {"vocab": "vocabulary", "kv_heads": "KV heads", "mlp": "MLP width"
 
 def param_shardings(spec: ModelSpec, layers: LayersForm, layout: Layout) -> Params:
     """The sharding of every parameter, laid out as ``Model.abstract_params``."""
+    return build_params(spec, layers, lambda _path, param, layer: param_sharding(param, layer, layout))
 
-    def make(_path: str, param: ParamSpec, layer: int | None) -> NamedSharding:
-        partition = layout.spec(param.axes)
-        stacked = param.per_layer and layer is None
-        return layout.sharding(PartitionSpec(None, *partition) if stacked else partition)
 
-    return build_params(spec, layers, make)
+def param_sharding(param: ParamSpec, layer: int | None, layout: Layout) -> NamedSharding:
+    """The sharding of one parameter; ``layer`` as ``build_params`` gives it. Layers are never split."""
+    partition = layout.spec(param.axes)
+    stacked = param.per_layer and layer is None
+    return layout.sharding(PartitionSpec(None, *partition) if stacked else partition)
 
 
 def fit_kv_heads(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig, *, replicate: bool) -> ModelSpec:

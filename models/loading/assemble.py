@@ -1,18 +1,24 @@
-"""Fills a model's parameters from a checkpoint, tensor by tensor and block of rows by block of rows, and accounts for every key."""
+"""Fills a model's parameters from a checkpoint, part by part and block by block, and accounts for every key."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxserve.errors import CheckpointError
+from jaxserve.mesh import Layout
+from jaxserve.models.loading.parts import make_array, num_local_values
+from jaxserve.models.loading.pieces import Box, Place, place_of
 from jaxserve.models.loading.progress import Progress
 from jaxserve.models.loading.source import TensorSource
 from jaxserve.models.params import Params, ParamSpec, Piece, build_params, param_specs
+from jaxserve.models.sharding import param_sharding
 from jaxserve.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -22,42 +28,48 @@ BLOCK_VALUES = 1 << 22
 """Values read at a time: 16 MiB as float32."""
 
 MAX_LISTED_KEYS = 20
-ALIGNMENT = 64
-"""XLA:CPU takes over a numpy buffer without a copy only at this alignment."""
-
 ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 """Buffers that old checkpoints saved; recomputed from the config."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
-Placement = jax.Device | jax.sharding.Sharding | None
 
+def assemble(source: TensorSource, model: Model, *, layout: Layout | None = None, progress: Progress | None = None) -> Params:
+    """The parameters of a model, from a checkpoint. Each device of this process gets its own part of each, and only that is read for it.
 
-def assemble(source: TensorSource, model: Model, *, device: Placement = None, progress: Progress | None = None) -> Params:
-    """The parameters of a model, from a checkpoint. Peak memory is the parameters plus one block; on CPU the arrays take over the filled buffers.
+    Peak memory of the host is one device's part of one parameter plus a block; on CPU the arrays take over the filled buffers.
 
     Args:
         source: The checkpoint.
         model: Says which parameters, in which dtype and form.
-        device: Where they go: a device, a sharding, or ``None`` for the default device.
-        progress: Called with a stage, values done and values in all.
+        layout: How they are split over devices; ``None`` puts them on jax's default device.
+        progress: Called with a stage, values done and values in all: those that this process reads.
 
     Raises:
         CheckpointError: Keys are missing, left over or misshapen (all are listed), or data cannot be read.
     """
     check_keys(source, model.spec)
-    report = _Report(progress, sum(num_values(param, model.spec) for param in param_specs(model.spec).values()))
+
+    def target(param: ParamSpec, layer: int | None) -> tuple[tuple[int, ...], NamedSharding | None]:
+        shape = (model.spec.num_layers, *param.shape) if param.per_layer and layer is None else param.shape
+        return shape, None if layout is None else param_sharding(param, layer, layout)
+
+    def count(_path: str, param: ParamSpec, layer: int | None) -> int:
+        return num_local_values(*target(param, layer))
+
+    report = _Report(progress, sum(jax.tree.leaves(build_params(model.spec, model.layers, count))))
 
     def make(_path: str, param: ParamSpec, layer: int | None) -> jax.Array:
         stacked = param.per_layer and layer is None
-        buffer = _aligned_buffer((model.spec.num_layers, *param.shape) if stacked else param.shape, model.dtype)
-        for index, destination in enumerate(buffer) if stacked else ((layer, buffer),):
-            for piece in param.pieces:
-                _fill(destination[piece.into], source, piece, piece.name.format(layer=index))
-                report.add(int(np.prod(piece.shape)))
-        array = jax.device_put(buffer, device, may_alias=True)
-        # One host buffer at a time: a transfer must end before the next parameter is read.
-        return array.block_until_ready()
+
+        def fill(buffer: np.ndarray, part: Box) -> None:
+            assert not stacked or part[0] == slice(0, model.spec.num_layers), "layers are never split"
+            for index, destination in enumerate(buffer) if stacked else ((layer, buffer),):
+                for piece in param.pieces:
+                    report.add(_fill(destination, part[1:] if stacked else part, source, piece, place_of(piece, param.shape), piece.name.format(layer=index)))
+
+        shape, sharding = target(param, layer)
+        return make_array(shape, model.dtype, sharding, fill)
 
     return build_params(model.spec, model.layers, make)
 
@@ -96,11 +108,6 @@ def refuse_problems(what: object, problems: Sequence[str]) -> None:
         raise CheckpointError(f"{what} does not fit the model: {text}")
 
 
-def num_values(param: ParamSpec, spec: ModelSpec) -> int:
-    """How many values a parameter has over all layers."""
-    return int(np.prod(param.shape, dtype=np.int64)) * (spec.num_layers if param.per_layer else 1)
-
-
 def _expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {
         piece.name.format(layer=layer): piece.shape
@@ -110,17 +117,25 @@ def _expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _fill(destination: np.ndarray, source: TensorSource, piece: Piece, name: str) -> None:
-    """Writes a tensor into a view of the same number of values, in blocks of whole leading rows of the view."""
-    while destination.ndim > 1 and destination.shape[0] == 1:
-        destination = destination[0]
-    leading = destination.shape[0]
-    rows_each, rest = divmod(piece.shape[0], leading)
-    assert rest == 0, f"{piece} does not divide over {destination.shape}"
-    step = max(1, BLOCK_VALUES * leading // int(np.prod(piece.shape, dtype=np.int64)))
-    for start in range(0, leading, step):
-        block = destination[start : start + step]
-        block[...] = source.read(name, slice(start * rows_each, (start + len(block)) * rows_each)).reshape(block.shape)
+def _fill(destination: np.ndarray, part: Box, source: TensorSource, piece: Piece, place: Place, name: str) -> int:
+    """Writes what a tensor has of one part of a layer's parameter, in blocks of whole entries of the rows' axis. Returns how many values that is."""
+    shared = place.shared(part)
+    if shared is None:
+        return 0
+    rows, columns = place.rows, place.columns
+    view = destination[shared][(0,) * rows.axis]
+    entries = rows.held(part)
+    cut, num_columns = None, math.prod(piece.shape[1:])
+    if columns is not None and len(held := columns.held(part)) < columns.num_entries:
+        cut, num_columns = slice(held.start * columns.each, held.stop * columns.each), len(held) * columns.each
+    step = max(1, BLOCK_VALUES // (rows.each * num_columns)) * piece.repeat
+    for start in range(0, len(entries), step):
+        block = view[start : start + step]
+        first, last = entries[start], entries[start + len(block) - 1]
+        heads = slice(first // piece.repeat, last // piece.repeat + 1)  # entries of the tensor, which stand `repeat` times in the parameter
+        values = source.read(name, slice(heads.start * rows.each, heads.stop * rows.each), cut).reshape(-1, *block.shape[1:])
+        block[...] = values if piece.repeat == 1 else values[np.arange(first, last + 1) // piece.repeat - heads.start]
+    return view.size
 
 
 def _equal(source: TensorSource, a: str, b: str) -> bool:
@@ -130,13 +145,6 @@ def _equal(source: TensorSource, a: str, b: str) -> bool:
     step = max(1, BLOCK_VALUES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
     blocks = (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
     return all(np.array_equal(source.read(a, rows), source.read(b, rows)) for rows in blocks)
-
-
-def _aligned_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 class _Report:

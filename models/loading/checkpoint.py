@@ -26,7 +26,7 @@ from jaxserve.models.loading.source import TensorSource
 from jaxserve.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from jaxserve.models.loading.assemble import Placement
+    from jaxserve.mesh import Layout
     from jaxserve.models.model import Model
     from jaxserve.models.params import Params
 
@@ -57,30 +57,30 @@ class Checkpoint:
     generation_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     gguf: GGUFFile | None = None
 
-    def load_params(self, model: Model, *, device: Placement = None, progress: Progress | None = None) -> Params:
-        """Loads the parameters, straight to where they belong.
+    def load_params(self, model: Model, *, layout: Layout | None = None, progress: Progress | None = None) -> Params:
+        """Loads the parameters, straight to where they belong. Each process reads what its own devices need.
 
         Args:
-            model: Built from :attr:`spec`; says dtype and form.
-            device: A device, a sharding, or ``None`` for the default device.
+            model: Built from :attr:`spec`, with KV heads repeated or not; says dtype and form.
+            layout: How the parameters are split over devices; ``None`` puts them on jax's default device.
             progress: Called as values arrive.
 
         Raises:
             CheckpointError: Keys are missing, left over or misshapen, or data cannot be read.
         """
-        # Importing these imports jax, and a jax array initialises its backend: only loading may.
-        if self.format == "orbax":
-            from jaxserve.models.loading.orbax_format import read_orbax
-
-            return read_orbax(self.path, model, device=device, progress=progress)
+        # Importing this imports jax, and a jax array initialises its backend: only loading may.
         from jaxserve.models.loading.assemble import assemble
 
-        return assemble(self.open_source(), model, device=device, progress=progress)
+        return assemble(self.open_source(), model, layout=layout, progress=progress)
 
     def open_source(self) -> TensorSource:
-        """The tensors of a safetensors or GGUF checkpoint."""
+        """The checkpoint's tensors. Imports jax for Orbax only."""
         if self.gguf is not None:
             return GGUFSource(self.gguf, gguf_architecture(self.gguf), num_heads=self.spec.num_heads, num_kv_heads=self.spec.num_kv_heads)
+        if self.format == "orbax":
+            from jaxserve.models.loading.orbax_source import OrbaxSource
+
+            return OrbaxSource(self.path, self.spec)
         return SafetensorsSource(self.path)
 
 

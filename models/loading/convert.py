@@ -52,7 +52,7 @@ def convert(config: ModelConfig, destination: Path, *, progress: Progress | None
             folder = Path(scratch) / "model"
             folder.mkdir()
             _write_files(checkpoint, folder)
-            write_orbax(checkpoint.load_params(model, progress=progress), folder)
+            write_orbax(checkpoint.load_params(model, progress=progress), model, folder)
             folder.rename(destination)
     except OSError as error:
         raise CheckpointError(f"{destination} cannot be written: {error}") from error

@@ -55,14 +55,20 @@ class GGUFSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._names[name]].shape
 
-    def read(self, name: str, rows: slice) -> np.ndarray:
+    def read(self, name: str, rows: slice, columns: slice | None = None) -> np.ndarray:
         tensor = self._file.tensors[self._names[name]]
         raw = self._file.rows(tensor.name)
         if len(tensor.shape) == 1:
             values = _dequantize(raw, tensor.type).reshape(-1)[self._stored_rows(tensor, rows)]
-        else:
+        elif columns is None:
             raw = raw.reshape(tensor.shape[0], -1)
             values = _dequantize(raw[self._stored_rows(tensor, rows)], tensor.type).reshape(-1, *tensor.shape[1:])
+        else:
+            # The quantised blocks that the columns touch, then the columns of those.
+            block_size, block_bytes = quants.GGML_QUANT_SIZES[tensor.type]
+            first, last = columns.start // block_size, -(-columns.stop // block_size)
+            raw = raw[self._stored_rows(tensor, rows), first * block_bytes : last * block_bytes]
+            values = _dequantize(raw, tensor.type)[:, columns.start - first * block_size : columns.stop - first * block_size]
         if self._architecture.norm_shift and tensor.name.endswith("norm.weight"):
             values = values - np.float32(self._architecture.norm_shift)
         return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ from jaxserve.errors import ModelUnavailableError
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 ALLOWED_FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "*.jinja")
 """No pickles, no code."""
+CONFIG_FILES = ("config.json", "generation_config.json")
+"""What says what a model is."""
 IGNORED_FILES = ("consolidated*",)
 """The same weights once more under their authors' own names, as in Mistral's repositories."""
 
 
-def fetch_from_hub(repo_id: str, revision: str | None) -> tuple[Path, str]:
+def fetch_from_hub(repo_id: str, revision: str | None, *, files: Sequence[str] = ALLOWED_FILES) -> tuple[Path, str]:
     """Downloads what is not in the hub's cache yet, with the hub's own progress bars on stderr.
 
     Args:
         repo_id: ``organisation/name``.
         revision: Branch, tag or commit; ``None`` is the main branch.
+        files: Patterns of the files that are wanted.
 
     Returns:
         The folder, and the commit that it holds.
@@ -32,8 +36,8 @@ def fetch_from_hub(repo_id: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download  # half a second, and only hub ids need it
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    files = {"allow_patterns": list(ALLOWED_FILES), "ignore_patterns": list(IGNORED_FILES)}
-    options: dict[str, Any] = {"revision": revision, **files, "endpoint": os.environ.get("HF_ENDPOINT") or None}
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(IGNORED_FILES)}
+    options: dict[str, Any] = {"revision": revision, **patterns, "endpoint": os.environ.get("HF_ENDPOINT") or None}
     what = f"{repo_id} (revision {revision})" if revision else repo_id
     try:
         folder = Path(snapshot_download(repo_id, **options))

@@ -10,6 +10,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.loading.folder_files import read_json
 
 WEIGHTS_FOLDER = "orbax"
+CHUNK_BYTES = 1 << 25
+"""Weights are packed in chunks of at most this, so that a part of an array can be read without the rest."""
 ROPE_FACTORS_FILE = "rope_factors.json"
 """Of a model converted from a GGUF file whose rope scaling no Hugging Face config can express."""
 

@@ -20,7 +20,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class SafetensorsSource:
-    """A :class:`TensorSource`. The files are mapped into memory; rows are copied out when they are read.
+    """A :class:`TensorSource`. The files are mapped into memory; blocks are copied out when they are read.
 
     Args:
         folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
@@ -51,9 +51,9 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, name: str, rows: slice) -> np.ndarray:
+    def read(self, name: str, rows: slice, columns: slice | None = None) -> np.ndarray:
         try:
-            values = self._slices[name][rows]
+            values = self._slices[name][rows if columns is None else (rows, columns)]
         except SafetensorError as error:
             raise CheckpointError(f"{self._paths[name]}: tensor {name!r} cannot be read: {error}") from error
         return values.astype(np.float32) if values.dtype == np.float64 else values

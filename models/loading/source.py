@@ -1,4 +1,4 @@
-"""What every checkpoint format offers the assembler: named tensors, read by rows."""
+"""What every checkpoint format offers the assembler: named tensors, read by rows and columns."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class TensorSource(Protocol):
         """Shape of a tensor, as its header states it."""
         ...
 
-    def read(self, name: str, rows: slice) -> np.ndarray:
-        """Rows of axis 0, as float32, float16 or bfloat16.
+    def read(self, name: str, rows: slice, columns: slice | None = None) -> np.ndarray:
+        """A block of a tensor, as float32, float16 or bfloat16.
 
         Args:
             name: One of :meth:`keys`.
-            rows: A slice with step 1 inside the axis.
+            rows: A slice with step 1 inside axis 0.
+            columns: The same of axis 1, for a tensor that has one; ``None`` reads whole rows.
 
         Raises:
             CheckpointError: The data cannot be read.

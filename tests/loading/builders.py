@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,31 @@ GEMMA_GGUF_NAMES = GGUF_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+
+
+class MemorySource:
+    """A TensorSource over arrays that notes what was read."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
+        self.tensors = dict(tensors)
+        self.times_read = {name: np.zeros(value.shape, np.int32) for name, value in tensors.items()}
+        self.largest_read = 0
+
+    def keys(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def read(self, name: str, rows: slice, columns: slice | None = None) -> np.ndarray:
+        """A block; slices must lie inside the tensor."""
+        index = (rows,) if columns is None else (rows, columns)
+        for cut, size in zip(index, self.shape(name), strict=False):
+            assert 0 <= cut.start < cut.stop <= size
+        self.times_read[name][index] += 1
+        values = self.tensors[name][index]
+        self.largest_read = max(self.largest_read, values.size)
+        return values
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:

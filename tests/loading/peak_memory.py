@@ -11,9 +11,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import ModelConfig, ShardingConfig
+from jaxserve.mesh import make_layout
+from jaxserve.mesh_shape import MeshShape, parse_mesh
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.model import build_model
+from jaxserve.models.sharding import fit_kv_heads
 
 
 def anonymous_bytes() -> int:
@@ -45,11 +48,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("source")
     parser.add_argument("--layers", default="scan")
+    parser.add_argument("--mesh", default="data=1,model=1")
     args = parser.parse_args()
     jnp.zeros(8).block_until_ready()
     checkpoint = open_checkpoint(ModelConfig(source=args.source))
+    layout = make_layout(MeshShape(**parse_mesh(args.mesh)), ShardingConfig())
+    spec = fit_kv_heads(checkpoint.spec, layout.shape, layout.rules, replicate=True)
     watch = PeakWatch()
-    params = checkpoint.load_params(build_model(checkpoint.spec, dtype="bfloat16", layers=args.layers))
+    params = checkpoint.load_params(build_model(spec, dtype="bfloat16", layers=args.layers), layout=layout)
     peak = watch.stop()
     print(json.dumps({"params": sum(leaf.nbytes for leaf in jax.tree.leaves(params)), "peak": peak}))
 

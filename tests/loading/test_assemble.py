@@ -21,33 +21,14 @@ from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.models.hf_config import spec_from_config
 from jaxserve.models.loading import assemble as assemble_module
+from jaxserve.models.loading import parts
 from jaxserve.models.loading.assemble import assemble
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.model import Model, build_model
 from jaxserve.models.params import param_specs
-from tests.loading.builders import random_tensors, tiny_config, write_folder
+from tests.loading.builders import MemorySource, random_tensors, tiny_config, write_folder
 
 ROOT = Path(__file__).parents[2]
-
-
-class MemorySource:
-    """A TensorSource over arrays that notes what was read."""
-
-    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
-        self.tensors = dict(tensors)
-        self.largest_read = 0
-
-    def keys(self) -> Any:
-        return self.tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name].shape
-
-    def read(self, name: str, rows: slice) -> np.ndarray:
-        assert 0 <= rows.start < rows.stop <= len(self.tensors[name])
-        values = self.tensors[name][rows]
-        self.largest_read = max(self.largest_read, values.size)
-        return values
 
 
 def model_of(config: Mapping[str, Any], **options: Any) -> Model:
@@ -82,25 +63,17 @@ def test_forms_and_dtypes_agree() -> None:
 
 def test_cpu_takes_over_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: set[int] = set()
-    original = assemble_module._aligned_buffer
+    original = parts._aligned_buffer
 
     def noting(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         buffer = original(shape, dtype)
         addresses.add(buffer.ctypes.data)
         return buffer
 
-    monkeypatch.setattr(assemble_module, "_aligned_buffer", noting)
+    monkeypatch.setattr(parts, "_aligned_buffer", noting)
     config = tiny_config("llama")
     params = assemble(MemorySource(random_tensors(config)), model_of(config, dtype="bfloat16"))
     assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)} == addresses
-
-
-def test_device_and_sharding() -> None:
-    config = tiny_config("llama")
-    device = jax.devices()[0]
-    for where in (device, jax.sharding.SingleDeviceSharding(device)):
-        params = assemble(MemorySource(random_tensors(config)), model_of(config), device=where)
-        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(params))
 
 
 def test_progress_reaches_the_end() -> None:
@@ -178,10 +151,11 @@ def sparse_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
         file.truncate(8 + len(head) + offset)
 
 
-def measured(folder: Path, layers: str) -> dict[str, int]:
+def measured(folder: Path, layers: str, mesh: str = "data=1,model=1") -> dict[str, int]:
     script = Path(__file__).with_name("peak_memory.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, str(script), str(folder), "--layers", layers], env=environment, check=True, capture_output=True, text=True)
+    command = [sys.executable, str(script), str(folder), "--layers", layers, "--mesh", mesh]
+    result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return json.loads(result.stdout)
 
 
@@ -190,11 +164,11 @@ WIDE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 1
 
 
 @LINUX
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
-def test_peak_memory(tmp_path: Path, layers: str) -> None:
-    """256 MB, half of it one tensor."""
+@pytest.mark.parametrize(("layers", "mesh"), [("scan", "data=1,model=1"), ("unroll", "data=1,model=1"), ("scan", "data=2,model=4")])
+def test_peak_memory(tmp_path: Path, layers: str, mesh: str) -> None:
+    """256 MB, half of it one tensor. The two data ranks share the host's buffers."""
     sparse_checkpoint(tmp_path, tiny_config("llama", **WIDE, num_hidden_layers=4, vocab_size=65536, tie_word_embeddings=True))
-    result = measured(tmp_path, layers)
+    result = measured(tmp_path, layers, mesh)
     assert result["params"] > 220e6
     assert result["peak"] <= 1.3 * result["params"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,8 @@ def test_folder_to_orbax_in_every_form(tmp_path: Path) -> None:
     for layers in ("scan", "unroll"):
         for dtype in ("bfloat16", "float32"):
             assert_same(load(converted, layers=layers, dtype=dtype), load(original, layers=layers, dtype=dtype))
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     calls: list[tuple[str, int, int]] = []
-    params = converted.load_params(build_model(converted.spec, dtype="bfloat16", layers="scan"), device=sharding, progress=lambda *call: calls.append(call))
-    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(params))
+    converted.load_params(build_model(converted.spec, dtype="bfloat16", layers="scan"), progress=lambda *call: calls.append(call))
     assert calls[-1][1] == calls[-1][2] > 0
 
 
@@ -86,9 +85,9 @@ def test_keys_are_accounted_for(tmp_path: Path) -> None:
     config = tiny_config("llama")
     write_folder(tmp_path / "folder", config, random_tensors(config))
     convert(ModelConfig(source=str(tmp_path / "folder")), tmp_path / "converted")
-    other = build_model(dataclasses.replace(opened(tmp_path / "converted").spec, qk_norm=True, tied=True, vocab_size=50), dtype="float32", layers="scan")
+    (tmp_path / "converted" / "config.json").write_text(json.dumps(tiny_config("qwen3", tie_word_embeddings=True, vocab_size=50)))
     with pytest.raises(CheckpointError) as caught:
-        opened(tmp_path / "converted").load_params(other)
+        load(opened(tmp_path / "converted"))
     for words in ("2 missing: layers.k_norm, layers.q_norm", "1 not part of the model: head", "1 of another shape: embed is [48, 64], expected [50, 64]"):
         assert words in str(caught.value)
 
