@@ -115,10 +115,22 @@ class SchedulerConfig:
     Args:
         max_num_seqs: Most sequences in one step; also the number of sequence slots.
         max_tokens_per_step: Token budget of one step; a longer prompt is prefilled in chunks.
+        policy: ``continuous`` lets waiting sequences join at any time. ``static`` and ``dynamic`` run batches to their end, to compare with: a static batch
+            is what waits when nothing runs, a dynamic one waits for ``preferred_batch_size`` sequences, for ``max_batch_delay_s`` at most.
+        preferred_batch_size: Of a dynamic batch; ``None`` is ``max_num_seqs``.
+        max_batch_delay_s: How long the first sequence of a dynamic batch waits for others.
+        order: Who is next: ``fcfs`` who came first; ``priority`` who has the smallest ``priority``, with ageing; ``deadline`` whose ``deadline_ms`` is up
+            first; ``fair`` the first of the tenant that has been served fewest tokens.
+        ageing_s: With ``order=priority``: how long waiting makes up for one step of priority.
     """
 
     max_num_seqs: Annotated[int, Between(1, 4096)] = 32
     max_tokens_per_step: Annotated[int, Between(1, 2**20)] = 512
+    policy: Literal["continuous", "static", "dynamic"] = "continuous"
+    preferred_batch_size: Annotated[int, Between(1, 2**20)] | None = None
+    max_batch_delay_s: Annotated[float, Between(0, 3600)] = 0.05
+    order: Literal["fcfs", "priority", "deadline", "fair"] = "fcfs"
+    ageing_s: Annotated[float, Between(0, 86_400, open_low=True)] = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.engine.batching import make_batching
 from jaxserve.engine.prefix_cache.choice import MakePrefixCache
 from jaxserve.engine.prefix_cache.interface import NoPrefixCache
+from jaxserve.engine.queue_policy import make_key, make_queue
 from jaxserve.engine.rank import Rank, RankPlan, Room
 from jaxserve.engine.schedule import Schedule
 from jaxserve.engine.sequence import Sequence, SequenceStatus
-from jaxserve.engine.waiting_queue import WaitingQueue
 from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason
 
@@ -57,7 +59,7 @@ def soonest(sequence: Sequence, candidates: SequenceOf[Candidate]) -> Candidate:
 class Scheduler:
     """Continuous batching with chunked prefill over any number of data ranks.
 
-    Every sequence has a place in one order, for good: its ``order``, which is that of arrival. Each rank runs its sequences in this order (see
+    Every sequence has a place in one order, for good: its ``order`` (see ``queue_policy``). Each rank runs its sequences in this order (see
     :class:`Rank`), and one queue holds those that wait. The queue's head is admitted as soon as some rank has room for it, and is placed only then; nobody
     overtakes it. A preempted sequence goes back to its place in the queue, may come to another rank, and recomputes all its tokens as if they were a
     prompt. As the first sequence of a rank moves in every step, every sequence finishes.
@@ -72,6 +74,7 @@ class Scheduler:
         make_cache: Makes a rank's prefix cache.
         can_copy_pages: Whether the runner copies pages.
         session_ttl_s: How much longer than others the pages of a sequence with a session are kept.
+        weights: Of the tenants, by name, for ``order=fair``.
         place: Chooses between ranks.
 
     Attributes:
@@ -94,6 +97,7 @@ class Scheduler:
         make_cache: MakePrefixCache = lambda _: NoPrefixCache(),
         can_copy_pages: bool = True,
         session_ttl_s: float = 0.0,
+        weights: Mapping[str, float] = MappingProxyType({}),
         place: Placement = soonest,
     ) -> None:
         if config.max_num_seqs < 1:
@@ -120,7 +124,11 @@ class Scheduler:
         self.num_hit_tokens = 0
         self.num_miss_tokens = 0
         self._session_ttl_s = session_ttl_s
-        self._waiting = WaitingQueue()
+        self._waiting = make_queue(config.order, weights)
+        self._key = make_key(config.order, ageing_s=config.ageing_s)
+        self._batching = make_batching(config)
+        self._charges = config.order == "fair"
+        self._num_slots = num_ranks * config.max_num_seqs
         self._place = place
         self._arrivals = itertools.count()
         self._preempted: list[Sequence] = []  # since the last schedule
@@ -160,14 +168,19 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or any(rank.running for rank in self.ranks)
+        return len(self._waiting) > 0 or any(rank.running for rank in self.ranks)
+
+    @property
+    def wake_at_s(self) -> float:
+        """When ``schedule``, having found nothing to run, may find something though nothing has happened since; infinity for never."""
+        return self._batching.wake_at_s(self._waiting.peek())
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence. Its prompt and ``max_tokens`` together must fit the pool of one rank."""
         pool = self.ranks[0].pool
         assert sequence.status is SequenceStatus.WAITING and sequence not in self._waiting and sequence.num_computed_tokens == 0
         assert pool.pages_for(sequence.num_prompt_tokens + sequence.max_tokens) <= pool.num_pages
-        sequence.order = (0.0, next(self._arrivals))
+        sequence.order = (self._key(sequence), next(self._arrivals))
         self._waiting.push(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -195,13 +208,7 @@ class Scheduler:
         """
         self._preempted = []
         plans = [rank.plan(now_s) for rank in self.ranks]
-        while (sequence := self._waiting.peek()) is not None and (chosen := self._rank_for(sequence, plans)) is not None:
-            self._waiting.remove(sequence)
-            is_first_time = sequence.num_cached_tokens is None
-            chosen.rank.start(sequence, chosen.plan, chosen.room)
-            if is_first_time and sequence.num_cached_tokens is not None:
-                self.num_hit_tokens += sequence.num_cached_tokens
-                self.num_miss_tokens += sequence.num_prompt_tokens - sequence.num_cached_tokens
+        self._admit(plans, now_s)
         return Schedule(tuple(rank.finish_plan(plan) for rank, plan in zip(self.ranks, plans, strict=True)), tuple(self._preempted))
 
     def update(self, schedule: Schedule, token_ids: SequenceOf[int]) -> list[Sequence]:
@@ -217,12 +224,15 @@ class Scheduler:
             The sequences that have one more token, in the order of the schedule.
         """
         grown: list[Sequence] = []
+        charges = self._charges
         for scheduled, token_id in zip(schedule.sequences, token_ids, strict=True):
             if scheduled.samples:
                 sequence = scheduled.sequence
                 if sequence.status is not SequenceStatus.FINISHED and len(sequence.token_ids) == scheduled.start + scheduled.num_tokens:
                     sequence.token_ids.append(token_id)
                     grown.append(sequence)
+                    if charges:
+                        self._waiting.charge(sequence, 1)
         return grown
 
     def forget_pools(self) -> None:
@@ -245,6 +255,27 @@ class Scheduler:
         for sequence in self._waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert sequence.slot == -1 and not sequence.page_ids and sequence.num_computed_tokens == 0
+
+    def _admit(self, plans: SequenceOf[RankPlan], now_s: float) -> None:
+        """Starts waiting sequences in their order, until one finds no room."""
+        queue, batching = self._waiting, self._batching
+        head = queue.peek()
+        batching.open(num_waiting=len(queue), num_running=self.num_running, num_slots=self._num_slots, head=head, now_s=now_s)
+        while head is not None and batching.admits(head):
+            chosen = self._rank_for(head, plans)
+            if chosen is None:
+                if any(plan.budget > 0 for plan in plans):
+                    batching.close()
+                return
+            queue.remove(head)
+            batching.admitted(head)
+            queue.charge(head, len(head.token_ids) - chosen.room.num_cached_tokens)
+            is_first_time = head.num_cached_tokens is None
+            chosen.rank.start(head, chosen.plan, chosen.room)
+            if is_first_time and head.num_cached_tokens is not None:
+                self.num_hit_tokens += head.num_cached_tokens
+                self.num_miss_tokens += head.num_prompt_tokens - head.num_cached_tokens
+            head = queue.peek()
 
     def _rank_for(self, sequence: Sequence, plans: SequenceOf[RankPlan]) -> Candidate | None:
         rooms = ((rank, plan, rank.room_for(sequence, plan)) for rank, plan in zip(self.ranks, plans, strict=True))

@@ -59,6 +59,9 @@ class WaitingQueue:
             heapq.heapify(self._heap)
             self._dead.clear()
 
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Nothing here depends on what has been served."""
+
     def check_integrity(self) -> None:
         """Raises:
         AssertionError: An entry is lost, doubled, or both dead and alive.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from typing import Literal
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -33,8 +35,21 @@ class Histories(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         num_ranks=st.integers(1, 4),
         prefix=st.sampled_from(["radix", "radix", "hash", "hash", "off"]),
+        policy=st.sampled_from(["continuous", "continuous", "continuous", "continuous", "static", "dynamic"]),
+        order=st.sampled_from(["fcfs", "priority", "deadline", "fair"]),
     )
-    def start(self, page_size: int, pages_over: int, max_num_seqs: int, budget_over: int, depth: int, num_ranks: int, prefix: str) -> None:
+    def start(
+        self,
+        page_size: int,
+        pages_over: int,
+        max_num_seqs: int,
+        budget_over: int,
+        depth: int,
+        num_ranks: int,
+        prefix: str,
+        policy: Literal["continuous", "static", "dynamic"],
+        order: Literal["fcfs", "priority", "deadline", "fair"],
+    ) -> None:
         self.num_pages = -(-LONGEST // page_size) + pages_over
         self.max_tokens = max_num_seqs + budget_over
         self.depth = depth
@@ -42,7 +57,7 @@ class Histories(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.num_pages,
             page_size,
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=self.max_tokens),
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=self.max_tokens, policy=policy, order=order, max_batch_delay_s=3.0),
             num_ranks=num_ranks,
             make_cache=choose_prefix_cache(prefix),  # pyright: ignore[reportArgumentType]
             session_ttl_s=5.0,
@@ -55,7 +70,7 @@ class Histories(RuleBasedStateMachine):
 
     def _add(self, prompt: list[int], max_tokens: int, seed: int, options: RequestOptions) -> None:
         self.num_added += 1
-        request = Request(request_id=f"s{self.num_added}", prompt_token_ids=prompt, params=SamplingParams(), options=options)
+        request = Request(request_id=f"s{self.num_added}", prompt_token_ids=prompt, params=SamplingParams(), options=options, arrival_s=self.now_s)
         sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=(options.cache_salt or "").encode())
         self.live.append(sequence)
         self.scheduler.add(sequence)
@@ -65,7 +80,14 @@ class Histories(RuleBasedStateMachine):
         self.counts[event] += number
         self.counts["events"] += 1
 
-    options = st.builds(RequestOptions, cache_salt=st.sampled_from([None, None, None, "x"]), session_id=st.sampled_from([None, None, "s"]))
+    options = st.builds(
+        RequestOptions,
+        cache_salt=st.sampled_from([None, None, None, "x"]),
+        session_id=st.sampled_from([None, None, "s"]),
+        priority=st.integers(-1, 1),
+        deadline_ms=st.sampled_from([None, 5_000, 50_000]),
+        tenant=st.sampled_from(["a", "b"]),
+    )
 
     @rule(family=st.integers(0, 2), shared=st.integers(0, 12), own=st.lists(st.integers(0, 1), min_size=1, max_size=4), max_tokens=st.integers(1, 8),
           seed=st.integers(0, 3), options=options)  # fmt: skip
@@ -102,7 +124,7 @@ class Histories(RuleBasedStateMachine):
             assert all(rank.num_tokens <= self.max_tokens for rank in schedule.ranks)
             self.in_flight.append((schedule, self.runner.dispatch(schedule)))
         assert set(first) <= {row.sequence for row in schedule.sequences}, "the first sequence of each rank moves in every step"
-        assert schedule.sequences or in_flight or not self.live, "somebody moves"
+        assert schedule.sequences or in_flight or not self.live or self.now_s < self.scheduler.wake_at_s < math.inf, "somebody moves"
         self._count("dispatch")
         self.counts["preempt"] += len(schedule.preempted)
         self.counts["copy"] += sum(len(rank.moves.copies) for rank in schedule.ranks)
