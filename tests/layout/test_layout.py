@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("kernels_pallas", "models", "serving")
+DATA_ONLY = {"jaxserve.models.configs": "configs/models"}
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
@@ -28,8 +29,16 @@ def test_the_links_are_relative_links(name: str) -> None:
     assert SETUPTOOLS["package-dir"][f"jaxserve.{name}"] == name
 
 
+@pytest.mark.parametrize(("package", "folder"), DATA_ONLY.items())
+def test_data_is_linked_to_where_wheels_have_it(package: str, folder: str) -> None:
+    link = ROOT.joinpath(*package.split("."))
+    assert link.is_symlink() and not os.readlink(link).startswith("/")
+    assert link.samefile(ROOT / folder)
+    assert SETUPTOOLS["package-dir"][package] == folder
+
+
 def test_the_package_list_is_complete() -> None:
-    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "jaxserve").rglob("__init__.py")}
+    found = set(DATA_ONLY) | {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "jaxserve").rglob("__init__.py")}
     for name in LINKED:
         found |= {"jaxserve." + ".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / name).rglob("__init__.py")}
     assert sorted(found) == SETUPTOOLS["packages"]
@@ -43,7 +52,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 def test_data_files_reach_the_wheel() -> None:
     patterns = SETUPTOOLS["package-data"]["*"]
-    for top in ("jaxserve", *LINKED):
+    for top in ("jaxserve", *LINKED, *DATA_ONLY.values()):
         for file in (ROOT / top).rglob("*"):
             if file.is_file() and file.suffix not in (".py", ".pyc"):
                 assert any(file.match(pattern) for pattern in patterns), f"{file} matches no package-data pattern"
