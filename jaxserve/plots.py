@@ -116,7 +116,7 @@ def lines(
 def scatter(axes: Axes, series: Sequence[Series], *, title: str, x: str, y: str, log: Literal["", "x", "y", "xy"] = "") -> None:
     """Draws points; many of them shine through one another."""
     for one in series:
-        axes.scatter(one.x, one.y, s=10, alpha=max(0.15, min(0.8, 60 / max(1, len(one.x)))), label=one.label or None, linewidths=0)
+        axes.scatter(one.x, one.y, s=14, alpha=max(0.15, min(0.8, 60 / max(1, len(one.x)))), label=one.label or None, linewidths=0)
     _finish(axes, title, x, y, log)
 
 
@@ -136,6 +136,30 @@ def bars(axes: Axes, labels: Sequence[str], series: Sequence[Series], *, title: 
     _finish(axes, title, "", y, "")
 
 
+def stacked_bars(
+    axes: Axes, labels: Sequence[str], series: Sequence[Series], *, title: str, x: str, limits: Sequence[float] = (), limit_label: str = ""
+) -> None:
+    """Draws lying bars, first label on top, the series one after the other in each.
+
+    Args:
+        x: The axis' label and unit.
+        limits: A mark on each bar, as many as labels.
+        limit_label: What the marks are.
+    """
+    places = [-float(index) for index in range(len(labels))]
+    starts = [0.0] * len(labels)
+    for one in series:
+        axes.barh(places, one.y, 0.66, left=starts, label=one.label or None)
+        starts = [start + value for start, value in zip(starts, one.y, strict=True)]
+    if limits:
+        axes.vlines(limits, [place - 0.42 for place in places], [place + 0.42 for place in places], color="#dc2626", linewidth=2, label=limit_label or None)
+    axes.set_yticks(places, labels)
+    axes.grid(visible=False, axis="y")
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=5, fontsize=8.5)
+
+
 def distribution(axes: Axes, values: Sequence[float], marks: Sequence[tuple[str, float]], *, title: str, x: str) -> None:
     """Draws the cumulative distribution of values, which needs no choice of bins, with some of them marked.
 
@@ -147,8 +171,8 @@ def distribution(axes: Axes, values: Sequence[float], marks: Sequence[tuple[str,
     axes.plot(ordered, [(rank + 1) / len(ordered) * 100 for rank in range(len(ordered))], drawstyle="steps-post")
     for color, (label, value) in zip(COLORS[1:], marks, strict=False):
         axes.axvline(value, color=color, linewidth=1, linestyle="--", label=f"{label} {value:.4g}")
-    axes.set_ylim(0, 101)
     _finish(axes, title, x, "% at or below", "")
+    axes.set_ylim(0, 101)
     axes.set_xlim(left=max(0.0, ordered[0] - (ordered[-1] - ordered[0]) * 0.05))
 
 
@@ -191,6 +215,6 @@ def _finish(axes: Axes, title: str, x: str, y: str, log: str) -> None:
     if "y" in log:
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     if axes.get_legend_handles_labels()[1]:
         axes.legend()

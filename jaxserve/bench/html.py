@@ -30,7 +30,7 @@ section { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; paddi
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 14px 4px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #f1f5f9; }
 th:first-child, td:first-child { text-align: left; } th { color: #64748b; font-weight: 600; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px 18px; margin: 4px 0; }
+dl { display: flex; flex-wrap: wrap; gap: 10px 40px; margin: 4px 0; }
 dt { color: #64748b; font-size: 13px; } dd { margin: 0; font-size: 20px; font-weight: 600; }
 .note { background: #fffbeb; border-color: #fde68a; } svg, img { max-width: 100%; height: auto; } summary { cursor: pointer; color: #64748b; }
 """
@@ -58,7 +58,7 @@ def to_page(results: Sequence[Result], found: MaxRate | None = None) -> str:
     """The page as text; see :func:`write_page`."""
     shown = list(results) or ([found.unloaded] if found else [])
     info = shown[0].info
-    parts = [f"<h1>{_text(info.model)}</h1><p class=sub>{_text(info.url)} ({_text(info.api)}) · {_text(report.describe(shown[0]))}</p>"]
+    parts = [f"<h1>{_text(info.model)}</h1><p class=sub>{_text(info.url)} ({_text(info.api)}) · {_text(report.describe(shown[0], load=len(shown) == 1))}</p>"]
     if found is not None:
         answer = f"{found.rate:.4g} requests/s" if found.rate else "none"
         parts.append(
@@ -134,11 +134,12 @@ def _timeline(result: Result) -> str:
         curves = [plots.Series(label, *_curve(points)) for label, points in (("under way", running), ("without a first token", waiting)) if points]
         plots.lines(axes[0], curves, title="Requests", x="s", y="", step=True)
         rates = pieces_per_second(good)
-        plots.lines(
-            axes[1], [plots.Series("", [float(second) for second in range(len(rates))], rates)], title="Pieces of text a second", x="s", y="", step=True
-        )
+        seconds = [float(second) for second in range(len(rates) + 1)]  # the last value is held to the end of its second
+        plots.lines(axes[1], [plots.Series("", seconds, [*rates, rates[-1]])], title="Pieces of text a second", x="s", y="", step=True)
         ttft = [(record.sent_s, value * 1e3) for record in good if (value := ttft_s(record)) is not None]
         plots.scatter(axes[2], [plots.Series("", *_curve(ttft))], title="TTFT by time of sending", x="s", y="ms")
+        for place in axes:
+            place.set_xlim(left=0)
         return plots.to_svg(drawn)
 
 
@@ -153,18 +154,18 @@ def _sweep(results: Sequence[Result]) -> str:
         throughput = [result.metrics.output_tokens_per_s for result in ordered]
         plots.lines(
             axes[0],
-            [_median_band("TTFT", ordered, "ttft", throughput)],
+            [_median_band(ordered, "ttft", throughput)],
             title="TTFT against throughput",
             x="output tokens/s",
-            y="ms, median to p99",
+            y="ms",
             markers=True,
         )
         plots.lines(
             axes[1],
-            [_median_band("TPOT", ordered, "tpot", throughput)],
+            [_median_band(ordered, "tpot", throughput)],
             title="TPOT against throughput",
             x="output tokens/s",
-            y="ms, median to p99",
+            y="ms",
             markers=True,
         )
         rates = [plots.Series("completed", levels, [result.metrics.requests_per_s for result in ordered])]
@@ -174,13 +175,17 @@ def _sweep(results: Sequence[Result]) -> str:
         svg = plots.to_svg(drawn)
     rows = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in report.sweep_cells(result)) + "</tr>" for result in ordered)
     head = "".join(f"<th>{_text(name)}</th>" for name in report.sweep_headers(ordered[0]))
-    return f"<section><table><tr>{head}</tr>{rows}</table></section><section>{svg}</section>"
+    return f"<section><table><tr>{head}</tr>{rows}</table><p class=sub>Latencies: median, p99.</p></section><section>{svg}</section>"
 
 
-def _median_band(label: str, results: Sequence[Result], name: str, throughput: Sequence[float]) -> plots.Series:
+def _median_band(results: Sequence[Result], name: str, throughput: Sequence[float]) -> plots.Series:
     points = [(at, result.metrics.latencies[name]) for at, result in zip(throughput, results, strict=True) if name in result.metrics.latencies]
     return plots.Series(
-        label, [at for at, _ in points], [spread.median for _, spread in points], [spread.median for _, spread in points], [spread.p99 for _, spread in points]
+        "median; band up to p99",
+        [at for at, _ in points],
+        [spread.median for _, spread in points],
+        [spread.median for _, spread in points],
+        [spread.p99 for _, spread in points],
     )
 
 

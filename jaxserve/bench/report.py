@@ -149,8 +149,8 @@ def print_sweep(results: Sequence[Result], console: Console) -> None:
 
 def sweep_headers(result: Result) -> list[str]:
     """Columns of :func:`sweep_cells`."""
-    good = ["good req/s"] if result.metrics.goodput_per_s is not None else []
-    return ["load", "ok", "failed", "req/s", "tok/s", *LATENCY_HEADERS, *good]
+    good = ["good/s"] if result.metrics.goodput_per_s is not None else []
+    return ["load", "ok", "bad", "req/s", "tok/s", *LATENCY_HEADERS, *good]
 
 
 def sweep_cells(result: Result) -> list[str]:
@@ -186,13 +186,18 @@ def load_of(result: Result) -> str:
     return "trace" if workload.rate is None else f"{workload.rate:g} req/s"
 
 
-def describe(result: Result) -> str:
-    """The workload of a run in a line."""
+def describe(result: Result, *, load: bool = True) -> str:
+    """The workload of a run in a line.
+
+    Args:
+        load: Say how much load, too.
+    """
     workload = result.workload
     lengths = f"lengths from {workload.lengths}" if workload.lengths else f"{workload.input_len} in, {workload.output_len} out"
     prefix = f", {workload.prefix_len} shared" if workload.prefix_len else ""
     turns = f", {workload.turns} turns" if workload.turns > 1 else ""
-    return f"{workload.arrival}, {load_of(result)}, {lengths}{prefix}{turns}"
+    arrival = f"{workload.arrival}, {load_of(result)}" if load else workload.arrival
+    return f"{arrival}, {lengths}{prefix}{turns}"
 
 
 def warnings_of(result: Result) -> list[str]:
@@ -263,11 +268,15 @@ def _latency_table(metrics: Metrics, title: str) -> Table:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_style="bold")
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_style="bold", min_width=min(len(title), 78))
 
 
 def _median_p99(values: Spread | None) -> str:
-    return "–" if values is None else f"{values.median:.1f}, {values.p99:.1f}"
+    return "–" if values is None else f"{_ms(values.median)}, {_ms(values.p99)}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _request(record: Record) -> dict[str, Any]:

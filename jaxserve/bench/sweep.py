@@ -10,11 +10,13 @@ from collections.abc import Awaitable, Callable
 from jaxserve.bench.metrics import Slo
 from jaxserve.bench.session import Result
 from jaxserve.bench.workload import Workload
-from jaxserve.errors import BenchmarkError, ConfigError
+from jaxserve.errors import ConfigError
 
-MAX_DOUBLINGS = 20
-MAX_HALVINGS = 6
 MIN_TRIAL_S = 10.0
+MAX_TRIAL_S = 60.0
+MIN_LOAD = 0.1
+"""Requests under way on average, below which a search for a sustainable rate gives up."""
+
 NUM_UNLOADED = 5
 MAX_LATE_MS = 20.0
 """Of the client's own sending, 99th percentile: beyond it a trial says more about the client than about the server."""
@@ -31,7 +33,7 @@ class Trial:
     Args:
         rate: Requests per second.
         good_share: Of all requests sent, those within the SLO.
-        sustained: Whether that is enough.
+        sustained: Whether that is enough, and the answers keep up.
     """
 
     rate: float
@@ -83,14 +85,15 @@ def at_concurrency(workload: Workload, concurrency: int) -> Workload:
 async def find_max_rate(
     workload: Workload, slo: Slo, run: RunWorkload, *, start_rate: float | None = None, tolerance: float = 0.05, stopped: Callable[[], bool] = lambda: False
 ) -> MaxRate:
-    """Bisects for the highest rate at which ``slo.attainment`` of all requests are good.
+    """Bisects for the highest rate that a server sustains.
 
-    First one request at a time: it shows whether the SLO can be kept at all, and where to begin. Then doublings until a rate fails, then halves of the
-    bracket (of its logarithm) until its ends are within ``tolerance / 2``. Where the workload has neither number nor duration, a trial is as long as an
-    overload of ``tolerance / 2`` needs to show: a queue that grows by that share of a second a second passes the largest limit in half of the trial.
+    A rate is sustained where ``slo.attainment`` of all requests are good and the answers keep up: once the last request is sent they end within
+    ``tolerance / 2`` of the trial and two answers' time. First comes one request at a time: it shows whether the SLO can be kept at all, and where to begin.
+    Then doublings until a rate is too much, then halves of the bracket (of its logarithm) until its ends are within ``tolerance / 2``.
 
     Args:
-        workload: Its arrivals; its own rate plays no part.
+        workload: Its arrivals; its own rate plays no part. Without a number and a duration a trial is as long as it takes an overload of ``tolerance`` to
+            fill the largest limit four times over, in ``[MIN_TRIAL_S, MAX_TRIAL_S]``.
         slo: What to keep.
         run: Runs a workload.
         start_rate: Where to begin; ``None`` begins where one request at a time would keep the server busy.
@@ -105,8 +108,7 @@ async def find_max_rate(
         raise ConfigError(f"tolerance is {tolerance}; must be in (0, 1)")
     trial_of = at_rate(workload, 1.0)
     if workload.num_requests is None and workload.duration_s is None:
-        longest_s = max(limit for name, limit in slo.limits_ms.items() if name != "tpot") / 1e3 if set(slo.limits_ms) - {"tpot"} else 0.0
-        trial_of = dataclasses.replace(trial_of, duration_s=max(MIN_TRIAL_S, 4 * longest_s / tolerance))
+        trial_of = dataclasses.replace(trial_of, duration_s=_trial_s(slo, tolerance))
     unloaded = await run(dataclasses.replace(at_concurrency(workload, 1), num_requests=NUM_UNLOADED * workload.turns, duration_s=None))
     trials: list[Trial] = []
     low, high = 0.0, math.inf
@@ -114,39 +116,43 @@ async def find_max_rate(
     def answer(note: str) -> MaxRate:
         return MaxRate(slo, low, None if high == math.inf else high, tuple(trials), unloaded, note)
 
-    if unloaded.metrics.good_requests == 0:
+    if not unloaded.metrics.good_requests:
         return answer(f"impossible: not even one request at a time keeps {slo}")
-    start = start_rate or 1e3 / unloaded.metrics.latencies["e2el"].median
-    rate = start
+    answer_s = unloaded.metrics.latencies["e2el"].max / 1e3
+    rate = start_rate or 1 / answer_s
     while not stopped():
-        trial = await _try(at_rate(trial_of, rate), rate, slo, run)
+        result = await run(at_rate(trial_of, rate))
+        if result.metrics.interrupted:
+            break
+        trial = _judge(rate, result, slo, tolerance, answer_s)
         trials.append(trial)
-        if stopped():
-            return answer("stopped before the bracket was narrow enough")
-        late = trial.result.metrics.late_ms
-        if late is not None and late.p99 > MAX_LATE_MS:
-            return answer(f"this client was {late.p99:.0f} ms late at {rate:.4g} requests/s: the server may sustain more than it can send")
         if trial.sustained:
             low = rate
         else:
             high = rate
         logger.info("%.4g requests/s: %.1f%% good, %s", rate, trial.good_share * 100, "sustained" if trial.sustained else "too much")
+        late = result.metrics.late_ms
+        if late is not None and late.p99 > MAX_LATE_MS:
+            return answer(f"this client was {late.p99:.0f} ms late at {rate:.4g} requests/s: its machine is too busy or too slow to go on")
         if low and high <= low * (1 + tolerance / 2):
-            return answer(f"between {low:.4g} (sustained) and {high:.4g} requests/s (not)")
-        if high == math.inf and rate >= start * 2**MAX_DOUBLINGS:
-            return answer("no rate tried was too much")
-        if not low and rate <= start / 2**MAX_HALVINGS:
+            return answer(f"{low:.4g} is sustained, {high:.4g} is not")
+        if not low and rate < MIN_LOAD / answer_s:
             return answer(f"even {rate:.4g} requests/s does not keep {slo}, though one request at a time does")
         rate = rate * 2 if high == math.inf else rate / 2 if not low else math.sqrt(low * high)
     return answer("stopped before the bracket was narrow enough")
 
 
-async def _try(workload: Workload, rate: float, slo: Slo, run: RunWorkload) -> Trial:
-    try:
-        result = await run(workload)
-    except BenchmarkError as error:
-        raise BenchmarkError(f"at {rate:.4g} requests/s: {error}") from None
+def _trial_s(slo: Slo, tolerance: float) -> float:
+    """A queue that grows by ``tolerance`` of a second each second is as long as the limit after ``limit / tolerance``."""
+    longest_ms = max((limit for name, limit in slo.limits_ms.items() if name != "tpot"), default=0.0)
+    return min(MAX_TRIAL_S, max(MIN_TRIAL_S, 4 * longest_ms / 1e3 / tolerance))
+
+
+def _judge(rate: float, result: Result, slo: Slo, tolerance: float, answer_s: float) -> Trial:
+    metrics = result.metrics
     # Requests that we cancelled ourselves are not the server's to keep.
-    judged = sum(result.metrics.outcomes.values()) - result.metrics.outcomes["cancelled"]
-    share = (result.metrics.good_requests or 0) / judged if judged else 0.0
-    return Trial(rate, share, share >= slo.attainment, result)
+    judged = sum(metrics.outcomes.values()) - metrics.outcomes["cancelled"]
+    share = (metrics.good_requests or 0) / judged if judged else 1.0
+    last_sent_s = max((record.sent_s for record in result.run.records), default=0.0)
+    keeps_up = metrics.duration_s - last_sent_s <= tolerance / 2 * last_sent_s + 2 * answer_s
+    return Trial(rate, share, share >= slo.attainment and keeps_up, result)

@@ -1,0 +1,216 @@
+"""``jaxserve bench serve`` as its user meets it: reports, files, exit codes, and clear words for everything that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.cli import main
+from tests.bench.fake_server import FakeModel, FakeServer
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--warmup", "0", "--num-requests", "4", "--output-len", "3", "--input-len", "20")
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """Runs ``jaxserve bench serve`` in this process: (exit status, stdout, stderr)."""
+    import logging
+
+    root, own = logging.getLogger(), logging.getLogger("jaxserve")
+    before = root.handlers[:], root.level, own.level
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxserve", "bench", "serve", *words])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return int(exit_.value.code or 0), *capsys.readouterr()
+
+    yield call
+    root.handlers[:], root.level = before[0], before[1]
+    own.setLevel(before[2])
+
+
+class Background:
+    """A fake server in a thread of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def __enter__(self) -> FakeServer:
+        ready = threading.Event()
+
+        async def serve() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            model = self._options.pop("model", None) or FakeModel(0.003, 0.001)
+            async with FakeServer(model, **self._options) as self.server:
+                ready.set()
+                await self._stop.wait()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        self._thread.start()
+        assert ready.wait(10)
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+
+def test_one_run_with_every_report(command: Command, tmp_path: Path) -> None:
+    files = tmp_path / "run.json", tmp_path / "run.html"
+    with Background() as server:
+        reports = ("--json", str(files[0]), "--html", str(files[1]), "--save-requests", "--goodput", "ttft:1000,tpot:500", "--price-per-hour", "3.6")
+        status, out, _ = command("--url", f"{server.url}/v1/", "--rate", "50", *SMALL, *reports)
+    assert status == 0
+    for word in ("TTFT", "TPOT leaves out the first token", "4 success", "goodput", "per million output tokens", "mean queue time"):
+        assert word in out
+    result = json.loads(files[0].read_text())
+    assert (result["completed"], result["failed"], result["total_output_tokens"], result["total_input_tokens"]) == (4, 0, 12, 80)
+    assert (result["model_id"], result["request_rate"], result["good_requests"]) == ("fake", 50.0, 4)
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        assert all(result[f"{statistic}_{metric}_ms"] >= 0 for statistic in ("mean", "median", "std", "p50", "p90", "p95", "p99"))
+    assert {"request_throughput", "output_throughput", "total_token_throughput", "request_goodput", "workload", "environment", "server"} <= result.keys()
+    assert result["usd_per_million_output_tokens"] == pytest.approx(3.6 / 3600 * result["duration"] / 12 * 1e6)
+    assert len(result["requests"]) == 4
+    page = files[1].read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page.replace(server.url, "").replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
+
+
+def test_a_sweep_and_a_chat(command: Command, tmp_path: Path) -> None:
+    with Background(token_ids=False) as server:
+        json_file, html_file = tmp_path / "a.json", tmp_path / "a.html"
+        status, out, _ = command("--url", server.url, "--chat", "--sweep-concurrency", "1,2", *SMALL, "--json", str(json_file), "--html", str(html_file))
+    assert status == 0
+    assert "1 at once" in out
+    assert "2 at once" in out
+    runs = json.loads(json_file.read_text())["runs"]
+    assert [run["max_concurrency"] for run in runs] == [1, 2]
+    assert runs[0]["input_length_mismatches"] == 0
+    assert html_file.read_text().count("<svg") == 5
+
+
+def test_the_highest_rate_and_an_impossible_slo(command: Command, tmp_path: Path) -> None:
+    with Background(model=FakeModel(0.02, 0.01, slots=1)) as server:
+        options = ("--url", server.url, "--find-max-rate", "--arrival", "steady", "--duration", "0.6", "--output-len", "4", "--warmup", "0")
+        status, out, _ = command(*options, "--goodput", "ttft:60", "--tolerance", "0.5", "--json", str(tmp_path / "a.json"))
+        assert status == 0
+        found = json.loads((tmp_path / "a.json").read_text())
+        assert 8 < found["max_request_rate"] < 32  # one request takes 50 ms
+        assert found["trials"][0]["rate"] > 0
+        assert "highest rate" in out
+        status, out, _ = command(*options, "--goodput", "ttft:1")
+        assert status == 4
+        assert "impossible: not even one request at a time keeps TTFT <= 1 ms" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rate", "1", "--concurrency", "2"), "rate is 1.0 but arrival is 'closed'"),
+        ((), "needs rate"),
+        (("--rate", "1", "--goodput", "ttft"), "goodput is 'ttft'"),
+        (("--rate", "1", "--goodput", "ttft:-5"), "goodput is 'ttft:-5'"),
+        (("--find-max-rate",), "--find-max-rate needs an SLO"),
+        (("--find-max-rate", "--goodput", "ttft:5", "--concurrency", "3"), "a closed loop, which has no rate to vary"),
+        (("--sweep-rate", "1", "--sweep-concurrency", "2"), "each is a kind of run of its own"),
+        (("--sweep-rate", "1,x"), "--sweep-rate is '1,x'"),
+        (("--rate", "1", "turns"), "'turns' sets nothing"),
+        (("--rate", "1", "turn=3"), "did you mean 'turns'"),
+        (("--rate", "1", "--extra-body", "[1]"), "must be a JSON object"),
+        (("--rate", "1", "--prompts", "x"), "must be one of auto, ids, text"),
+        (("--trace", "no-such-file.csv", "--warmup", "0"), "cannot read no-such-file.csv"),
+        (("--workload", "no-such-file.yaml"), "no-such-file.yaml: cannot read"),
+    ],
+)
+def test_usage_errors_end_with_2(command: Command, words: tuple[str, ...], message: str) -> None:
+    with Background() as server:
+        status, _, err = command("--url", server.url, *words)
+    assert (status, message in err) == (2, True), err
+
+
+def test_a_server_that_is_not_there_ends_with_1(command: Command) -> None:
+    status, _, err = command("--url", "http://127.0.0.1:9", "--rate", "1")
+    assert status == 1
+    assert "http://127.0.0.1:9 cannot be reached" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "message"),
+    [
+        ({}, ("--model", "gpt-5"), "model 'gpt-5' is not served by"),
+        ({"status": 429}, (), "status 429"),
+    ],
+)
+def test_a_server_that_does_not_serve_ends_with_1(command: Command, options: dict[str, Any], words: tuple[str, ...], message: str) -> None:
+    with Background(**options) as server:
+        status, _, err = command("--url", server.url, "--rate", "1", *words)
+    assert (status, message in err) == (1, True), err
+
+
+def test_a_server_without_usage_is_told_of(command: Command) -> None:
+    with Background(usage=False) as server:
+        status, out, _ = command("--url", server.url, "--rate", "50", *SMALL)
+    assert status == 0
+    assert "4 answers came without usage" in out
+
+
+def test_a_server_that_dies_is_reported_with_what_there_was(command: Command, tmp_path: Path) -> None:
+    with Background(dies_after=30) as server:
+        words = ("--url", server.url, "--rate", "200", "--warmup", "0", "--num-requests", "100", "--output-len", "3", "--json", str(tmp_path / "a.json"))
+        status, out, _ = command(*words)
+    assert status == 1
+    assert "ended early" in out
+    assert "cannot connect" in out
+    assert 20 < json.loads((tmp_path / "a.json").read_text())["completed"] < 31
+
+
+def test_timeouts_end_with_3(command: Command) -> None:
+    with Background(model=FakeModel(0.05, 0.01, slots=1)) as server:
+        status, out, _ = command("--url", server.url, "--concurrency", "2", *SMALL, "--timeout", "0.1")
+    assert status == 3
+    assert "no complete answer within 0.1 s" in out
+
+
+def test_interrupt_prints_and_saves_what_there_is(tmp_path: Path) -> None:
+    with Background(model=FakeModel(0.01, 0.001)) as server:
+        words = ["--url", server.url, "--rate", "20", "--duration", "60", "--output-len", "3", "--json", str(tmp_path / "a.json")]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxserve", "bench", "serve", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 20
+        while len(server.bodies) < 15 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert "ended early" in out
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["completed"] >= 5
+    assert result["interrupted"] == "stopped"
+
+
+def test_the_client_imports_neither_jax_nor_numpy() -> None:
+    code = (
+        "import sys\nfor name in ('jax', 'numpy', 'transformers', 'fastapi', 'grpc', 'torch', 'matplotlib'): sys.modules[name] = None\n"
+        "sys.argv = ['jaxserve', 'bench', 'serve', '--url', 'http://127.0.0.1:9', '--rate', '1']\nfrom jaxserve.cli import main\nmain()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "100"})
+    assert ran.returncode == 1
+    assert "cannot be reached" in ran.stderr

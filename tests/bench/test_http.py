@@ -1,0 +1,294 @@
+"""The HTTP client and the OpenAI target against a real socket: transport, streams, and what a server refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.bench.http_client import HttpClient
+from jaxserve.bench.load import run_load
+from jaxserve.bench.metrics import measure
+from jaxserve.bench.openai_target import OpenAITarget
+from jaxserve.bench.plan import plan
+from jaxserve.bench.prompts import IdPrompts
+from jaxserve.bench.session import Result, RunOptions, ServerOptions, open_session
+from jaxserve.bench.sse import EventReader
+from jaxserve.bench.target import RequestFailedError, Stream
+from jaxserve.bench.workload import Workload
+from jaxserve.errors import BenchmarkError
+from tests.bench.fake_server import FakeModel, FakeServer
+
+QUICK = FakeModel(0.002, 0.001)
+ONE = Workload(arrival="closed", concurrency=1, num_requests=1, output_len="3", input_len="40")
+
+
+async def bench(server: FakeServer, workload: Workload = ONE, run: RunOptions = RunOptions(num_warmup=0), **options: Any) -> Result:
+    async with server, open_session(ServerOptions(url=server.url, **options), workload) as session:
+        return await session.run(workload, run)
+
+
+def fake(**options: Any) -> FakeServer:
+    return FakeServer(FakeModel(QUICK.ttft_s, QUICK.tpot_s), **options)
+
+
+def test_events_in_any_cut() -> None:
+    data = b'data: {"a": 1}\n\n: ping\n\ndata:x\r\n\r\nevent: y\ndata: [DONE]\n\n'
+    for size in range(1, len(data) + 1):
+        reader = EventReader()
+        events = [event for start in range(0, len(data), size) for event in reader.feed(data[start : start + size])]
+        assert events == [b'{"a": 1}', b"x", b"[DONE]"]
+
+
+@contextlib.asynccontextmanager
+async def raw_server(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await answer(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"", "closed the connection"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc", "closed the connection"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", "closed the connection"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "not HTTP"),
+    ],
+)
+def test_broken_answers(answer: bytes, message: str) -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+
+        async with raw_server(serve) as url:
+            with pytest.raises(RequestFailedError, match=message):
+                await HttpClient(url).request("GET", "/")
+
+    asyncio.run(main())
+
+
+def test_connections_are_used_again_and_replaced_when_the_server_closed_them() -> None:
+    connections: list[int] = []
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections.append(0)
+            for _ in range(2):  # then it closes without saying so
+                await reader.readuntil(b"\r\n\r\n")
+                connections[-1] += 1
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+        async with raw_server(serve) as url:
+            client = HttpClient(url)
+            for _ in range(5):
+                assert (await client.request("GET", "/")).body == b"ok"
+            await client.close()
+
+    asyncio.run(main())
+    assert connections == [2, 2, 1]
+
+
+def test_cancelling_closes_the_connection() -> None:
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.read()
+            gone.set()
+
+        async with raw_server(serve) as url:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(HttpClient(url).request("GET", "/"), 0.05)
+            await asyncio.wait_for(gone.wait(), 2)
+
+    asyncio.run(main())
+
+
+def chunk(**choice: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("chat", "body", "pieces", "finish"),
+    [
+        # jaxserve: text, then an empty chunk with the reason
+        (False, chunk(text="a") + chunk(text="b") + chunk(text="", finish_reason="stop"), 2, "stop"),
+        # vLLM: a token of half a character is an empty chunk
+        (False, chunk(text="a") + chunk(text="") + chunk(text="é", finish_reason="length"), 3, "length"),
+        # the role comes before any token
+        (True, chunk(delta={"role": "assistant", "content": ""}) + chunk(delta={"content": "a"}) + chunk(delta={}, finish_reason="stop"), 1, "stop"),
+        (
+            True,
+            chunk(delta={"reasoning_content": "hm"}) + chunk(delta={"tool_calls": [{}]}) + chunk(delta={"content": None}, finish_reason="tool_calls"),
+            2,
+            "tool_calls",
+        ),
+    ],
+)
+def test_pieces_of_a_stream(chat: bool, body: bytes, pieces: int, finish: str) -> None:
+    async def main() -> Stream:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body + b"data: [DONE]\n\n")
+
+        async with raw_server(serve) as url:
+            stream = Stream()
+            await OpenAITarget(HttpClient(url), "m", "chat" if chat else "completions", IdPrompts()).run(b"{}", stream)
+            return stream
+
+    stream = asyncio.run(main())
+    assert (len(stream.piece_times_s), stream.finish_reason) == (pieces, finish)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"data: {", "closed|without a token|no stream"),
+        (b"data: {\n\n", "no JSON"),
+        (b'data: {"error": {"message": "out of memory"}}\n\n', "out of memory"),
+        (chunk(text="a"), "without a finish reason"),
+        (b'{"choices": []}', "no stream of events"),
+    ],
+)
+def test_bad_streams(body: bytes, message: str) -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+
+        async with raw_server(serve) as url:
+            with pytest.raises(RequestFailedError, match=message):
+                await OpenAITarget(HttpClient(url), "m", "completions", IdPrompts()).run(b"{}", Stream())
+
+    asyncio.run(main())
+
+
+def test_prompts_are_ids_where_they_are_taken() -> None:
+    server = fake()
+    result = asyncio.run(bench(server))
+    assert result.metrics.input_mismatches == 0
+    assert result.info.prompt_source == "token ids"
+    assert len(server.bodies[-1]["prompt"]) == 40
+    assert server.bodies[-1]["ignore_eos"] is True
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("how", ["tokenize", "usage", "local"])
+def test_text_prompts_have_true_lengths(endpoint: Any, how: str) -> None:
+    """The fake server's chat adds four tokens, as templates do: they count as part of the length."""
+    server = fake(token_ids=False, tokenizer=how == "tokenize")
+    count = (lambda text: len(text.split())) if how == "local" else None
+    work = Workload(arrival="closed", concurrency=1, num_requests=3, output_len="3", input_len="40", prefix_len=20, endpoint=endpoint)
+    result = asyncio.run(bench(server, work, count_tokens=count))
+    assert [record.prompt_tokens for record in result.run.records] == [60, 60, 60]
+    assert result.info.exact_prompts
+
+
+def test_fields_that_the_server_does_not_take_are_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    server = fake(refuses=("priority", "ignore_eos"))
+    work = Workload(arrival="closed", concurrency=1, num_requests=4, output_len="3", tenants=2, priorities=(3,))
+    result = asyncio.run(bench(server, work))
+    assert result.metrics.completed == 4
+    assert {body["user"] for body in server.bodies[-4:]} <= {"tenant-0", "tenant-1"}
+    assert not any("priority" in body or "ignore_eos" in body for body in server.bodies[-4:])
+    assert "does not take 'ignore_eos'" in caplog.text
+    assert "does not take 'priority'" in caplog.text
+
+
+def test_answers_without_usage_are_counted_by_their_pieces() -> None:
+    result = asyncio.run(bench(fake(usage=False)))
+    assert result.metrics.uncounted == 1
+    assert result.metrics.output_tokens == 3
+
+
+def test_figures_of_the_server_are_read() -> None:
+    work = Workload(arrival="closed", concurrency=4, num_requests=8, output_len="5")
+    server = FakeServer(FakeModel(0.02, 0.001, slots=1))
+    result = asyncio.run(bench(server, work))
+    assert result.server.queue_time_ms == pytest.approx(60, rel=0.4)
+    assert asyncio.run(bench(fake(metrics=False))).server.queue_time_ms is None
+
+
+def test_a_server_that_dies_in_mid_run_leaves_a_report() -> None:
+    work = Workload(arrival="steady", rate=100, num_requests=100, output_len="3")
+    server = fake()
+
+    async def main() -> Result:
+        async with server, open_session(ServerOptions(url=server.url), work) as session:
+            server.dies_after = len(server.bodies) + 20
+            return await session.run(work, RunOptions(num_warmup=0))
+
+    result = asyncio.run(main())
+    assert result.metrics.completed >= 15
+    assert "cannot connect" in (result.metrics.interrupted or "")
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "message"),
+    [
+        ({}, {"model": "other"}, "model 'other' is not served .* served: fake"),
+        ({"status": 500}, {}, "refuses a first small request: status 500: no"),
+        ({"token_ids": False}, {"prompts": "ids"}, "does not take token ids"),
+    ],
+)
+def test_servers_that_cannot_be_measured(server: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        asyncio.run(bench(fake(**server), **options))
+
+
+def test_live_medians_are_within_3_ms() -> None:
+    """At 4 requests/s against known delays. Medians: one request that the machine delayed does not move them."""
+    server = FakeServer(FakeModel(0.08, 0.02))
+    work = Workload(arrival="steady", rate=4, num_requests=12, output_len="8")
+    metrics = asyncio.run(bench(server, work)).metrics
+    assert metrics.latencies["ttft"].median == pytest.approx(80, abs=3)
+    assert metrics.latencies["tpot"].median == pytest.approx(20, abs=3)
+    assert metrics.latencies["itl"].median == pytest.approx(20, abs=3)
+    assert metrics.latencies["e2el"].median == pytest.approx(220, abs=3)
+    assert metrics.late_ms is not None
+    assert metrics.late_ms.p50 < 3
+
+
+def test_a_stream_costs_little() -> None:
+    """500 streams of 10 tokens/s are 5,000 events a second; half a core leaves 100 µs for each. The server's half runs in another process."""
+    import subprocess
+    import sys
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench.fake_server", "--ttft", "0.1", "--tpot", "0.05"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdin is not None
+        url = f"http://127.0.0.1:{process.stdout.readline().strip()}"
+
+        async def main() -> tuple[float, int]:
+            client = HttpClient(url)
+            target = OpenAITarget(client, "fake", "completions", IdPrompts())
+            work = Workload(arrival="closed", concurrency=200, num_requests=200, output_len="20")
+            started_s = time.process_time()
+            run = await run_load(plan(work), target, concurrency=200)
+            await client.close()
+            return time.process_time() - started_s, measure(run).output_tokens
+
+        costs = [cpu_s / tokens for cpu_s, tokens in (asyncio.run(main()) for _ in range(2))]
+        assert statistics.fmean(costs) < 100e-6
+    finally:
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(10)
+        process.stdout.close()  # type: ignore[union-attr]

@@ -1,0 +1,91 @@
+"""The search for the highest rate, on the jumping clock, against a server whose capacity is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.bench.metrics import Slo, parse_slo
+from jaxserve.bench.session import RunOptions, ServerInfo, Session
+from jaxserve.bench.sweep import MaxRate, at_concurrency, at_rate, find_max_rate
+from jaxserve.bench.workload import Workload
+from jaxserve.errors import ConfigError
+from tests.bench.fake_server import FakeModel, FakeTarget
+
+INFO = ServerInfo("http://fake", "fake", "openai", "token ids", True, {})
+Virtual = Callable[[Any], Any]
+
+
+async def no_metrics() -> None:
+    return None
+
+
+async def search(model: FakeModel, workload: Workload, slo: Slo, **options: Any) -> MaxRate:
+    session = Session(FakeTarget(model), INFO, no_metrics, len)
+
+    async def run(work: Workload) -> Any:
+        return await session.run(work, RunOptions(num_warmup=0, slo=slo))
+
+    return await find_max_rate(workload, slo, run, **options)
+
+
+@pytest.mark.parametrize(("slots", "start_rate"), [(1, 10.0), (4, None), (16, 1.0)])
+def test_the_known_capacity_is_found_within_5_percent(slots: int, start_rate: float | None, virtual: Virtual) -> None:
+    async def main() -> MaxRate:
+        steady = Workload(arrival="steady", rate=1.0, output_len="2")
+        return await search(FakeModel(0.375, 0.125, slots), steady, parse_slo("ttft:500"), start_rate=start_rate)
+
+    found: MaxRate = virtual(main())
+    capacity = slots / 0.5
+    assert found.rate == pytest.approx(capacity, rel=0.05)
+    assert found.above is not None
+    assert found.rate < found.above <= found.rate * 1.025
+    # The evidence: every trial is there, and they agree with the answer.
+    assert all(trial.sustained == (trial.rate <= found.rate) for trial in found.trials)
+    assert all(trial.good_share >= 0.99 for trial in found.trials if trial.sustained)
+
+
+def test_an_impossible_slo_is_said_to_be_one(virtual: Virtual) -> None:
+    async def main() -> MaxRate:
+        return await search(FakeModel(0.375, 0.125, 4), Workload(rate=1.0, output_len="2"), parse_slo("ttft:100"))
+
+    found: MaxRate = virtual(main())
+    assert found.rate == 0
+    assert not found.trials
+    assert "not even one request at a time keeps TTFT <= 100 ms" in found.note
+
+
+def test_answers_must_keep_up_however_loose_the_slo(virtual: Virtual) -> None:
+    async def main() -> MaxRate:
+        steady = Workload(arrival="steady", rate=1.0, output_len="2", duration_s=30)
+        return await search(FakeModel(0.375, 0.125, 4), steady, parse_slo("ttft:100000"))
+
+    found: MaxRate = virtual(main())
+    assert found.rate == pytest.approx(8.0, rel=0.05)
+
+
+def test_refusals_are_too_much(virtual: Virtual) -> None:
+    async def main() -> MaxRate:
+        session = Session(FakeTarget(FakeModel(0.375, 0.125), refuse=frozenset(range(20, 10_000))), INFO, no_metrics, len)
+
+        async def run(work: Workload) -> Any:
+            return await session.run(work, RunOptions(num_warmup=0, slo=slo))
+
+        slo = parse_slo("ttft:500")
+        return await find_max_rate(Workload(arrival="steady", rate=1.0, output_len="2", duration_s=10), slo, run)
+
+    found: MaxRate = virtual(main())
+    assert found.rate == pytest.approx(2.0, rel=0.05)  # 20 requests in 10 s are all that is served
+
+
+def test_levels() -> None:
+    closed = Workload(arrival="closed", concurrency=3)
+    assert (at_rate(closed, 2.0).arrival, at_rate(closed, 2.0).rate) == ("poisson", 2.0)
+    ramp = at_rate(Workload(arrival="ramp", rate=1, end_rate=4), 2.0)
+    assert (ramp.rate, ramp.end_rate) == (2.0, 8.0)
+    burst = at_concurrency(Workload(arrival="burst", rate=1, burst_size=4), 7)
+    assert (burst.arrival, burst.concurrency, burst.burst_size) == ("closed", 7, None)
+    with pytest.raises(ConfigError, match="trace_speedup"):
+        at_rate(Workload(arrival="trace", trace="x.csv"), 2.0)
