@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from typing import Any
@@ -10,16 +9,14 @@ from typing import Any
 import jax
 
 from jaxserve.config import Config
-from jaxserve.engine.batch import Buckets, make_buckets, table_width
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan, device_pool_shape, num_host_pages, plan_pool
+from jaxserve.engine.kv_cache import PoolPlan, num_host_pages
 from jaxserve.engine.memory import device_memory, release_unused
+from jaxserve.engine.programs import plan_programs
 from jaxserve.engine.runner import DeviceRunner
-from jaxserve.engine.step import attention_problem
 from jaxserve.errors import ConfigError
-from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, choose_implementation
-from jaxserve.mesh import Layout, make_layout
+from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape, choose_mesh_shape
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
@@ -63,32 +60,11 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     max_model_len = _max_model_len(config, checkpoint)
     tokenizer = load_tokenizer(checkpoint, chat_template=config.model.chat_template)
     model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
-    params = checkpoint.load_params(model, progress=progress)
+    params = checkpoint.load_params(model, layout=layout, progress=progress)
     logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
 
-    width = table_width(max_model_len, config.cache.page_size)
-    buckets = make_buckets(
-        execution.token_buckets,
-        execution.sequence_buckets,
-        max_tokens=config.scheduler.max_tokens_per_step,
-        max_rows=config.scheduler.max_num_seqs,
-        table_width=width,
-    )
-    attention = _choose_attention(config, model, buckets, execution.kv_dtype, layout)
-    logger.info("%s, mesh %s: jax %s, layers: %s, attention: %s", device.device_kind, mesh_shape, jax.__version__, execution.layers, attention.name)
-    plan = plan_pool(
-        spec,
-        config.cache,
-        attention=attention,
-        dtype=execution.kv_dtype,
-        table_width=width,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        memory=device_memory(device),
-        is_cpu=is_cpu,
-        layout=layout,
-    )
-    _check_pool(plan, model, buckets)
-    buckets = dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
+    plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=device_memory(device))
+    logger.info("%s, mesh %s: jax %s, layers: %s, attention: %s", device.device_kind, mesh_shape, jax.__version__, execution.layers, plan.attention.name)
     _log_what_fits(params, plan, max_model_len)
     runner = DeviceRunner(
         model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs, num_host_pages=num_host_pages(plan, config.cache, is_cpu=is_cpu)
@@ -118,22 +94,6 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
     if fitted.kv_repeat > 1:
         logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
     return fitted
-
-
-def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any, layout: Layout) -> Implementation:
-    """The first implementation that serves every bucket."""
-    shape = device_pool_shape(model.spec, layout, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, dtype=kv_dtype)
-    try:
-        return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.all()))
-    except (NotImplementedError, ValueError) as error:
-        raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
-
-
-def _check_pool(plan: PoolPlan, model: Model, buckets: Buckets) -> None:
-    """What attention refuses for the pool's size shows only when that is known."""
-    reason = plan.attention.refusal(attention_problem(model, buckets.all()[-1], plan.shape, plan.layout))
-    if reason is not None:
-        raise ConfigError(f"cache.num_pages={plan.shape.num_pages} cannot be served by {plan.attention.name}: {reason}")
 
 
 def _max_model_len(config: Config, checkpoint: Checkpoint) -> int:

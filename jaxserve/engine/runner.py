@@ -15,8 +15,9 @@ import numpy as np
 from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, packed_prefill
 from jaxserve.engine.kv_cache import PoolPlan
 from jaxserve.engine.page_mover import PAGES_A_CALL, PageMover
+from jaxserve.engine.programs import lower_bucket
 from jaxserve.engine.schedule import PageMoves, RunnerCosts, Schedule
-from jaxserve.engine.step import abstract_carry, lower_step, make_step
+from jaxserve.engine.step import abstract_carry
 from jaxserve.models.model import Model
 from jaxserve.models.params import Params
 
@@ -129,10 +130,7 @@ class DeviceRunner:
         return {bucket: analysis.temp_size_in_bytes for bucket, analysis in analyses.items() if analysis is not None}
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        plan = self._pool_plan
-        step = make_step(self._model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout)
-        carry = abstract_carry(self.max_num_seqs, plan.layout)
-        compiled = lower_step(step, self._params, plan.abstract(), carry, bucket, plan.layout).compile()
+        compiled = lower_bucket(self._model, self._params, self._pool_plan, bucket, max_num_seqs=self.max_num_seqs).compile()
         self._compiled[bucket] = compiled
         return compiled
 

@@ -1,0 +1,89 @@
+"""What an engine compiles: the sized pool, the buckets and each bucket's step, for devices at hand as for chips that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxserve.config import Config
+from jaxserve.engine.batch import Bucket, Buckets, make_buckets, table_width
+from jaxserve.engine.execution import Execution
+from jaxserve.engine.kv_cache import PoolPlan, device_pool_shape, plan_pool
+from jaxserve.engine.memory import Memory
+from jaxserve.engine.step import abstract_carry, attention_problem, lower_step, make_step
+from jaxserve.errors import ConfigError
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, choose_implementation
+from jaxserve.mesh import Layout
+from jaxserve.models.model import Model
+from jaxserve.models.params import Params
+
+
+def plan_programs(
+    config: Config, model: Model, execution: Execution, layout: Layout, *, max_model_len: int, memory: Memory
+) -> tuple[PoolPlan, Buckets]:  # fmt: skip
+    """The pool, and the shapes to compile for.
+
+    Args:
+        config: The configuration.
+        model: Built for the layout.
+        execution: Of the layout's platform.
+        layout: The mesh.
+        max_model_len: Most tokens of a sequence.
+        memory: Of a device, the weights being there.
+
+    Raises:
+        ConfigError: The pool does not fit, or no attention serves it.
+    """
+    width = table_width(max_model_len, config.cache.page_size)
+    buckets = make_buckets(
+        execution.token_buckets,
+        execution.sequence_buckets,
+        max_tokens=config.scheduler.max_tokens_per_step,
+        max_rows=config.scheduler.max_num_seqs,
+        table_width=width,
+    )
+    plan = plan_pool(
+        model.spec,
+        config.cache,
+        attention=_choose_attention(config, model, buckets, execution.kv_dtype, layout),
+        dtype=execution.kv_dtype,
+        table_width=width,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        memory=memory,
+        is_cpu=execution.platform == "cpu",
+        layout=layout,
+    )
+    _check_pool(plan, model, buckets)
+    return plan, dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
+
+
+def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int) -> jax.stages.Lowered:
+    """The step of a bucket, ready to compile.
+
+    Args:
+        model: What to run.
+        params: Real, or abstract with their shardings.
+        plan: The pool and the mesh.
+        bucket: The shapes.
+        max_num_seqs: Sequence slots of a data rank.
+    """
+    step = make_step(model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout)
+    return lower_step(step, params, plan.abstract(), abstract_carry(max_num_seqs, plan.layout), bucket, plan.layout)
+
+
+def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any, layout: Layout) -> Implementation:
+    """The first implementation that serves every bucket."""
+    shape = device_pool_shape(model.spec, layout, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, dtype=kv_dtype)
+    try:
+        return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.all()))
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
+
+
+def _check_pool(plan: PoolPlan, model: Model, buckets: Buckets) -> None:
+    """What attention refuses for the pool's size shows only when that is known."""
+    reason = plan.attention.refusal(attention_problem(model, buckets.all()[-1], plan.shape, plan.layout))
+    if reason is not None:
+        raise ConfigError(f"cache.num_pages={plan.shape.num_pages} cannot be served by {plan.attention.name}: {reason}")
