@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.config import ShardingConfig
+from jaxserve.config import MeshAxis, ShardingConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Layout
-from jaxserve.mesh_shape import MODEL, MeshShape
-from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs
+from jaxserve.mesh_shape import DATA, MODEL, MeshShape
+from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs, unrepeated
 from jaxserve.models.spec import ModelSpec
 
-_AXIS_NAMES = {"vocab": "vocabulary", "kv_heads": "KV heads", "mlp": "MLP width", "width": "width"}
+_AXIS_NAMES = {"vocab": "vocabulary", "kv_heads": "number of KV heads", "mlp": "MLP width", "width": "width"}
 
 
 def param_shardings(spec: ModelSpec, layers: LayersForm, layout: Layout) -> Params:
@@ -37,20 +38,20 @@ def fit_kv_heads(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig, *, rep
         ConfigError: There are fewer, and repeating them is not allowed or does not come out even.
     """
     K, ranks = spec.num_kv_heads, mesh.model
-    if MODEL not in (rules.kv_heads or ()) or ranks <= K:
-        return spec
-    repeat, rest = divmod(ranks, K)
-    if rest or spec.num_heads % ranks:
+    fitted = _with_repeats(spec, ranks, rules)
+    if fitted is None:
         raise ConfigError(
-            f"mesh {mesh}: {spec.num_heads} heads on {K} KV heads (sharding.kv_heads) cannot be split over {ranks} model ranks, not even with KV heads "
-            f"repeated; {_nearest(spec, ranks)}"
+            f"mesh {mesh}: {spec.num_heads} heads on {K} KV heads cannot be split over {ranks} model ranks (sharding.kv_heads), not even with KV heads "
+            f"repeated; {_nearest(spec, mesh, rules, MODEL)}"
         )
-    if not replicate:
+    if fitted.kv_repeat > spec.kv_repeat and not replicate:
+        check_layout(fitted, mesh, rules)  # what repeating would not mend comes first
+        repeat = fitted.kv_repeat
         raise ConfigError(
-            f"mesh {mesh}: {K} KV heads (sharding.kv_heads) are fewer than {ranks} model ranks; mesh.replicate_kv_heads=true holds each on {repeat} ranks, "
-            f"at {repeat} times the memory of keys and values, or use model={K} or less"
+            f"mesh {mesh}: {K} KV heads are fewer than {ranks} model ranks (sharding.kv_heads); mesh.replicate_kv_heads=true holds each on {repeat} ranks, "
+            f"at {repeat} times the memory of keys and values, or use model={K}"
         )
-    return dataclasses.replace(spec, num_kv_heads=ranks, kv_repeat=repeat)
+    return fitted
 
 
 def check_layout(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig) -> None:
@@ -64,28 +65,70 @@ def check_layout(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig) -> Non
     Raises:
         ConfigError: A parameter would be split twice over one mesh axis, or a dimension does not divide.
     """
-    sizes = mesh._asdict()
     for path, param in param_specs(spec).items():
         split_by: dict[str, str] = {}
-        for dimension, logical in zip(param.shape, param.axes, strict=True):
-            mesh_axes: Sequence[str] = (getattr(rules, logical) or ()) if logical else ()
-            for axis in mesh_axes:
+        for logical in filter(None, param.axes):
+            for axis in _mesh_axes(rules, logical):
                 if axis in split_by:
                     raise ConfigError(
                         f"sharding.{split_by[axis]} and sharding.{logical} both split {path} {list(param.shape)} over the mesh axis {axis!r}; "
-                        f"an array can be split once over an axis"
+                        f"an array can be split once over an axis: leave {axis!r} out of one of them"
                     )
-                split_by[axis] = str(logical)
-            parts = math.prod(sizes[axis] for axis in mesh_axes)
-            if dimension % parts:
-                over = " x ".join(f"{axis}={sizes[axis]}" for axis in mesh_axes)
-                hint = _nearest(spec, mesh.model) if mesh_axes == (MODEL,) else f"use a number of parts that divides {dimension}"
-                raise ConfigError(f"mesh {mesh}: {_AXIS_NAMES[str(logical)]} {dimension} of {path} (sharding.{logical}) does not divide over {over}; {hint}")
+                split_by[axis] = logical
+    if (misfit := _first_misfit(spec, mesh, rules)) is not None:
+        axes = _mesh_axes(rules, misfit.logical)
+        over = " x ".join(f"{axis}={mesh._asdict()[axis]}" for axis in axes)
+        raise ConfigError(
+            f"mesh {mesh}: the {_AXIS_NAMES[misfit.logical]} is {misfit.size} and does not divide over {over} "
+            f"(sharding.{misfit.logical} splits {misfit.path}); {_nearest(spec, mesh, rules, MODEL if MODEL in axes else DATA)}"
+        )
 
 
-def _nearest(spec: ModelSpec, ranks: int) -> str:
-    """The numbers of model ranks next to ``ranks`` that suit heads, MLP and vocabulary alike."""
-    common = math.gcd(spec.num_heads, spec.mlp_width, spec.vocab_size)
-    fitting = [n for n in range(1, common + 1) if common % n == 0 and (spec.num_kv_heads % n == 0 or n % spec.num_kv_heads == 0)]
-    below, above = max(n for n in fitting if n <= max(1, ranks)), min((n for n in fitting if n > ranks), default=None)
-    return f"the nearest that fit: model={below}" + (f" or model={above}" if above else "")
+class _Misfit(NamedTuple):
+    """A dimension that does not divide."""
+
+    path: str
+    size: int
+    logical: str
+
+
+def _first_misfit(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig) -> _Misfit | None:
+    sizes = mesh._asdict()
+    for path, param in param_specs(spec).items():
+        for size, logical in zip(param.shape, param.axes, strict=True):
+            if logical is not None and size % math.prod(sizes[axis] for axis in _mesh_axes(rules, logical)):
+                return _Misfit(path, size, logical)
+    return None
+
+
+def _mesh_axes(rules: ShardingConfig, logical: str) -> Sequence[MeshAxis]:
+    return getattr(rules, logical) or ()
+
+
+def _with_repeats(spec: ModelSpec, ranks: int, rules: ShardingConfig) -> ModelSpec | None:
+    """The model with KV heads repeated as often as the model ranks need; ``None`` where that does not come out even."""
+    K = spec.num_kv_heads
+    if MODEL not in _mesh_axes(rules, "kv_heads") or ranks <= K:
+        return spec
+    if ranks % K or spec.num_heads % ranks:
+        return None
+    return dataclasses.replace(spec, num_kv_heads=ranks, kv_repeat=spec.kv_repeat * (ranks // K))
+
+
+def _nearest(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig, axis: MeshAxis) -> str:
+    """The sizes of one mesh axis, next to the one that does not fit, at which everything does."""
+    checkpoint = unrepeated(spec)
+
+    def option(size: int) -> str | None:
+        shape = mesh._replace(**{axis: size})
+        fitted = _with_repeats(checkpoint, shape.model, rules)
+        if fitted is None or _first_misfit(fitted, shape, rules) is not None:
+            return None
+        return f"{axis}={size}" + (" with mesh.replicate_kv_heads=true" if fitted.kv_repeat > 1 else "")
+
+    now = getattr(mesh, axis)
+    below, above = range(now - 1, 0, -1), range(now + 1, 2 * max(now, spec.num_heads) + 1)
+    options = [next(filter(None, map(option, sizes)), None) for sizes in (below, above)]
+    if not any(options):
+        return f"no number of {axis} ranks fits; change the rule or the other axis"
+    return f"the nearest that fit: {' or '.join(filter(None, options))}"
