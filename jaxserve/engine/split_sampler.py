@@ -34,7 +34,8 @@ def sample_split(logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: s
 
     def drawn() -> Array:
         values_BC, ids_BC = lax.top_k(logits_BV, min(NUM_CANDIDATES, part_size))
-        sums_B = weigh(logits_BV, values_BC[:, 0], params).sum(-1)
+        least = jnp.finfo(jnp.float32).min  # A part whose logits are all masked weighs nothing.
+        sums_B = weigh(logits_BV, jnp.maximum(values_BC[:, 0], least), params).sum(-1)
         ids_BC = ids_BC.astype(jnp.int32) + first_id
         values_BPC, ids_BPC = _gather(jnp.concatenate([values_BC, sums_B[:, None]], axis=1), ids_BC, axis)
         values_BPC, sums_BP = values_BPC[..., :-1], values_BPC[..., -1]

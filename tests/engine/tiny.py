@@ -85,7 +85,7 @@ def tiny_engine(
         table_width=width, max_num_seqs=max_num_seqs, memory=Memory(2**30, 2**30), is_cpu=True, layout=layout,
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
-    runner = DeviceRunner(model, model.random_params(0, randomize_all=True), plan, buckets, max_num_seqs=max_num_seqs)
+    runner = DeviceRunner(model, model.random_params(0, layout, randomize_all=True), plan, buckets, max_num_seqs=max_num_seqs)
     if warmup:
         runner.warmup()
     return Engine(runner, FakeTokenizer(), spec, config)

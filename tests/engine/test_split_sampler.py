@@ -1,0 +1,71 @@
+"""Sampling from a vocabulary that is split over devices, against sampling from the whole."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxserve.config import ShardingConfig
+from jaxserve.engine.sampler import SamplingArrays, sample
+from jaxserve.engine.split_sampler import NUM_CANDIDATES, sample_split
+from jaxserve.mesh import REPLICATED, make_layout
+from jaxserve.mesh_shape import MODEL, MeshShape
+from tests.engine.test_sampler import arrays
+
+CASES = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 20},
+    "top_k_of_all_candidates": {"top_k": NUM_CANDIDATES},
+    "top_k_beyond_a_part's_candidates": {"top_k": 3 * NUM_CANDIDATES},
+    "top_k_beyond_all_candidates": {"top_k": 10 * NUM_CANDIDATES, "temperature": 5.0},
+    "top_p": {"top_p": 0.7},
+    "top_p_that_is_wide": {"top_p": 0.99, "temperature": 4.0},
+    "min_p": {"min_p": 0.05},
+    "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
+    "all_wide": {"top_k": 700, "top_p": 0.95, "min_p": 1e-5, "temperature": 3.0},
+}
+
+
+def split_sample(parts: int):
+    layout = make_layout(MeshShape(1, parts), ShardingConfig())
+    return jax.jit(layout.map_devices(lambda logits, params: sample_split(logits, params, MODEL), (PartitionSpec(None, MODEL), REPLICATED), REPLICATED))
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_a_split_vocabulary_gives_the_tokens_of_the_whole(parts: int) -> None:
+    vocab_size, num_rows = 1600, 512
+    whole, split = jax.jit(sample), split_sample(parts)
+    logits = np.random.default_rng(parts).normal(size=(num_rows, vocab_size)).astype(np.float32) * 2
+    for name, settings in CASES.items():
+        params = arrays(num_rows, **settings)
+        want, got = np.asarray(whole(logits, params)), np.asarray(split(logits, params))
+        # Sums in another order move a boundary between two tokens by 1e-7 of the total.
+        assert (want != got).mean() <= 0.004, name
+        if name == "greedy":
+            assert (want == got).all()
+
+
+def test_rows_of_every_kind_share_a_batch() -> None:
+    logits = np.random.default_rng(0).normal(size=(len(CASES), 1600)).astype(np.float32) * 2
+    each = [arrays(1, seeds=[index], **settings) for index, settings in enumerate(CASES.values())]
+    together = SamplingArrays(*(jnp.concatenate(columns) for columns in zip(*each, strict=True)))
+    assert np.asarray(split_sample(4)(logits, together)).tolist() == np.asarray(jax.jit(sample)(logits, together)).tolist()
+
+
+def test_ties_go_to_the_lowest_id_and_stay_together() -> None:
+    logits = np.zeros((64, 800), np.float32)
+    assert np.asarray(split_sample(8)(logits, arrays(64, temperature=0.0))).tolist() == [0] * 64
+    logits[:, 300:] = -np.inf  # whole parts have no weight
+    logits[:, 5:300:10] = 1.0  # 30 equal ones stay with top-k of 3
+    drawn = np.asarray(split_sample(8)(logits, arrays(64, top_k=3)))
+    assert (drawn % 10 == 5).all() and (drawn < 300).all() and len(set(drawn.tolist())) > 10
+
+
+def test_logits_that_are_nan_draw_an_id_of_the_vocabulary() -> None:
+    drawn = np.asarray(split_sample(4)(np.full((8, 400), np.nan, np.float32), arrays(8)))
+    assert ((drawn >= 0) & (drawn < 400)).all()
