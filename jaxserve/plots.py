@@ -20,6 +20,7 @@ COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca
 """One a series, in this order; told apart in grey and by most colour-blind eyes."""
 
 _STYLE: dict[str, Any] = {
+    "axes.axisbelow": True,
     "axes.edgecolor": "#94a3b8",
     "axes.grid": True,
     "axes.labelcolor": "#334155",
@@ -134,6 +135,8 @@ def bars(axes: Axes, labels: Sequence[str], series: Sequence[Series], *, title: 
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(visible=False, axis="x")
     _finish(axes, title, "", y, "")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+    axes.legend(loc="upper left", ncols=len(series))
 
 
 def stacked_bars(
@@ -152,7 +155,7 @@ def stacked_bars(
         axes.barh(places, one.y, 0.66, left=starts, label=one.label or None)
         starts = [start + value for start, value in zip(starts, one.y, strict=True)]
     if limits:
-        axes.vlines(limits, [place - 0.42 for place in places], [place + 0.42 for place in places], color="#dc2626", linewidth=2, label=limit_label or None)
+        axes.vlines(limits, [place - 0.42 for place in places], [place + 0.42 for place in places], color="#dc2626", linewidth=2, label=limit_label)
     axes.set_yticks(places, labels)
     axes.grid(visible=False, axis="y")
     axes.set_title(title)

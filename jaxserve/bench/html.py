@@ -47,11 +47,7 @@ def write_page(file: Path, results: Sequence[Result], found: MaxRate | None = No
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    page = to_page(results, found)
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    write_text(file, to_page(results, found))
 
 
 def to_page(results: Sequence[Result], found: MaxRate | None = None) -> str:
@@ -67,13 +63,33 @@ def to_page(results: Sequence[Result], found: MaxRate | None = None) -> str:
     if len(shown) > 1:
         parts.append(_sweep(shown))
     parts += [_run(result, heading=len(shown) > 1) for result in shown]
-    environment = report.environment()
-    facts = "".join(f"<tr><td>{_text(name)}</td><td>{_text(str(value))}</td></tr>" for name, value in environment.items())
-    parts.append(f"<h2>Measured from</h2><section><table>{facts}</table></section>")
+    return page(f"{info.model}: benchmark", parts)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole page in our style, with the facts of this machine at its end.
+
+    Args:
+        title: Of the page, as text.
+        parts: Its body, as HTML.
+    """
+    facts = "".join(f"<tr><td>{_text(name)}</td><td>{_text(str(value))}</td></tr>" for name, value in report.environment().items())
     return (
-        f"<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{_text(info.model)}: benchmark</title>"
-        f"<style>{_CSS}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+        f"<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{_text(title)}</title>"
+        f"<style>{_CSS}</style></head><body><main>{''.join(parts)}<h2>Measured from</h2><section><table>{facts}</table></section></main></body></html>\n"
     )
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes a page.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
 
 
 def _run(result: Result, *, heading: bool) -> str:

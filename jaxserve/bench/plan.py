@@ -81,7 +81,7 @@ def read_sources(workload: Workload) -> Sources:
     limit = None if workload.num_requests is None else workload.num_requests * 2  # some may be left out
     return Sources(
         trace=None if workload.trace is None else read_trace(workload.trace, unit=workload.trace_unit, limit=limit),
-        lengths=None if workload.lengths in (None, "trace") else read_length_file(workload.lengths),
+        lengths=None if workload.lengths is None or workload.lengths == "trace" else read_length_file(workload.lengths),
     )
 
 

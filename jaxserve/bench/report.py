@@ -137,7 +137,7 @@ def print_result(result: Result, console: Console) -> None:
 
 def print_sweep(results: Sequence[Result], console: Console) -> None:
     """Runs side by side, a line each."""
-    table = _table(f"{results[0].info.model} at {results[0].info.url}; latencies: median, p99")
+    table = make_table(f"{results[0].info.model} at {results[0].info.url}; latencies: median, p99")
     for header in sweep_headers(results[0]):
         table.add_column(header, justify="right", no_wrap=True)
     for result in results:
@@ -163,7 +163,7 @@ def sweep_cells(result: Result) -> list[str]:
 
 def print_max_rate(found: MaxRate, console: Console) -> None:
     """The answer of a search, under its evidence."""
-    table = _table(f"{found.unloaded.info.model} at {found.unloaded.info.url}: {found.slo}, for {found.slo.attainment:.4g} of all requests")
+    table = make_table(f"{found.unloaded.info.model} at {found.unloaded.info.url}: {found.slo}, for {found.slo.attainment:.4g} of all requests")
     for header in ("req/s", "requests", "good", "", *LATENCY_HEADERS):
         table.add_column(header, justify="right")
     for trial in (None, *sorted(found.trials, key=lambda trial: trial.rate)):
@@ -257,7 +257,7 @@ def _facts(result: Result) -> list[tuple[str, str]]:
 
 
 def _latency_table(metrics: Metrics, title: str) -> Table:
-    table = _table(title)
+    table = make_table(title)
     for header in ("ms", "mean", "median", "std", "p90", "p95", "p99", "max"):
         table.add_column(header, justify="left" if header == "ms" else "right")
     for key, name in LATENCIES.items():
@@ -267,7 +267,8 @@ def _latency_table(metrics: Metrics, title: str) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def make_table(title: str) -> Table:
+    """An empty table in the style of all reports."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_style="bold", min_width=min(len(title), 78))
 
 

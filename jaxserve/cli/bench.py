@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from jaxserve.cli.bench_compare import compare
 from jaxserve.cli.bench_serve import serve
 
 bench = typer.Typer(help="Benchmark servers and the engine.", no_args_is_help=True, rich_markup_mode="rich")
@@ -15,3 +16,4 @@ def _group() -> None:
 
 
 bench.command()(serve)
+bench.command()(compare)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,8 +16,12 @@ import typer
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxserve.bench.session import RunOptions, ServerOptions
+    from jaxserve.bench.session import Result, RunOptions, ServerOptions
     from jaxserve.bench.workload import Workload
+
+SOME_FAILED_STATUS = 3
+SLO_MISSED_STATUS = 4
+INTERRUPTED_STATUS = 130
 
 _LOAD, _LENGTHS, _REPORT, _SERVER = "Load", "Lengths", "Report", "Server"
 
@@ -182,12 +189,14 @@ def run_options(*, warmup: int, timeout: float, goodput: str | None, price_per_h
     return RunOptions(num_warmup=warmup, timeout_s=timeout, slo=slo, price_per_hour=price_per_hour)
 
 
-def numbers(text: str, option: str) -> list[float]:
-    """Reads ``1,2,4``.
+def numbers(text: str | None, option: str) -> list[float]:
+    """Reads ``1,2,4``; none for an option that was not given.
 
     Raises:
         ConfigError: Not numbers above 0.
     """
+    if text is None:
+        return []
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -195,3 +204,27 @@ def numbers(text: str, option: str) -> list[float]:
     if not values or not all(0 < value < float("inf") for value in values):
         raise ConfigError(f"{option} is {text!r}; must be numbers above 0 separated by commas")
     return values
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Generator[asyncio.Event]:
+    """Yields an event that Ctrl-C sets; a second Ctrl-C ends the program as ever."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def status_of(results: Sequence[Result]) -> int:
+    """Exit status of a call that ran to its end."""
+    if any(result.metrics.interrupted for result in results) or not any(result.metrics.completed for result in results):
+        return 1
+    return SOME_FAILED_STATUS if any(result.metrics.failed for result in results) else 0

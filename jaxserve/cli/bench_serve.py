@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +17,6 @@ from jaxserve.log import set_up_logging
 if TYPE_CHECKING:
     from jaxserve.bench.session import Result, RunOptions, ServerOptions
     from jaxserve.bench.workload import Workload
-
-SOME_FAILED_STATUS = 3
-SLO_MISSED_STATUS = 4
-INTERRUPTED_STATUS = 130
 
 _SEVERAL = "Several runs"
 
@@ -121,8 +115,8 @@ def serve(
         from jaxserve.plots import require_matplotlib
 
         require_matplotlib()
-    rates = numbers_or_none(sweep_rate, "--sweep-rate")
-    concurrencies = [int(number) for number in numbers_or_none(sweep_concurrency, "--sweep-concurrency")]
+    rates = options.numbers(sweep_rate, "--sweep-rate")
+    concurrencies = [int(number) for number in options.numbers(sweep_concurrency, "--sweep-concurrency")]
     varied: dict[str, Any] = {"rate": rates[0]} if rates else {"concurrency": concurrencies[0]} if concurrencies else {}
     if find_max_rate and rate is None and workload is None:
         varied = {"rate": 1.0}
@@ -165,28 +159,6 @@ def serve(
     raise typer.Exit(asyncio.run(_run(job)))
 
 
-def numbers_or_none(text: str | None, option: str) -> list[float]:
-    """As :func:`~jaxserve.cli.bench_options.numbers`; none for an option that was not given."""
-    return [] if text is None else options.numbers(text, option)
-
-
-@contextlib.contextmanager
-def stop_on_interrupt() -> Generator[asyncio.Event]:
-    """Yields an event that Ctrl-C sets; a second Ctrl-C ends the program as ever."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        stop.set()
-
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    try:
-        yield stop
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-
-
 async def _run(job: Job) -> int:
     from rich.console import Console
 
@@ -199,7 +171,7 @@ async def _run(job: Job) -> int:
         from jaxserve.bench.session import open_session as open_target
     console = Console()
     async with open_target(job.server, job.workload) as session:
-        with stop_on_interrupt() as stop, show_progress() as observer:
+        with options.stop_on_interrupt() as stop, show_progress() as observer:
 
             async def run(workload: Workload) -> Result:
                 return await session.run(workload, job.run, observer=observer, stop=stop)
@@ -234,13 +206,7 @@ async def _run(job: Job) -> int:
 
         write_page(job.html_file, results, found)
     if interrupted:
-        return INTERRUPTED_STATUS
+        return options.INTERRUPTED_STATUS
     if found is not None and not found.rate:
-        return SLO_MISSED_STATUS
-    return _status(results) if found is None else 0
-
-
-def _status(results: Sequence[Result]) -> int:
-    if any(result.metrics.interrupted for result in results) or not any(result.metrics.completed for result in results):
-        return 1
-    return SOME_FAILED_STATUS if any(result.metrics.failed for result in results) else 0
+        return options.SLO_MISSED_STATUS
+    return options.status_of(results) if found is None else 0

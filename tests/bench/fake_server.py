@@ -207,9 +207,11 @@ def _event(writer: asyncio.StreamWriter, value: dict[str, Any]) -> None:
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-async def serve(server: FakeServer) -> None:
+async def serve(server: FakeServer, *, forever: bool) -> None:
     async with server:
         print(server.port, flush=True)
+        if forever:
+            await asyncio.Event().wait()
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # lives as long as whoever started it
 
 
@@ -220,10 +222,11 @@ def main() -> None:
     parser.add_argument("--tpot", type=float, default=0.01, help="seconds")
     parser.add_argument("--slots", type=int, default=1 << 30)
     parser.add_argument("--name", default="fake")
+    parser.add_argument("--forever", action="store_true", help="else until stdin ends")
     options = parser.parse_args()
 
     async def run() -> None:
-        await serve(FakeServer(FakeModel(options.ttft, options.tpot, options.slots), name=options.name, port=options.port))
+        await serve(FakeServer(FakeModel(options.ttft, options.tpot, options.slots), name=options.name, port=options.port), forever=options.forever)
 
     asyncio.run(run())
 

@@ -27,7 +27,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """Runs ``jaxserve bench serve`` in this process: (exit status, stdout, stderr)."""
+    """Runs ``jaxserve bench …`` in this process: (exit status, stdout, stderr)."""
     import logging
 
     root, own = logging.getLogger(), logging.getLogger("jaxserve")
@@ -35,8 +35,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxserve", "bench", "serve", *words])
+    def call(*words: str, verb: str = "serve") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxserve", "bench", verb, *words])
         with pytest.raises(SystemExit) as exit_:
             main()
         return int(exit_.value.code or 0), *capsys.readouterr()
