@@ -18,6 +18,7 @@ from jaxserve.cli.generate import generate
 from jaxserve.cli.kernels import kernels
 from jaxserve.cli.models import models
 from jaxserve.cli.output import emit
+from jaxserve.cli.plan import plan
 from jaxserve.cli.run import run
 from jaxserve.cli.show_config import show_config
 from jaxserve.cli.version import version
@@ -42,6 +43,7 @@ app.command("chat", rich_help_panel="Use a model")(chat)
 app.command("models", rich_help_panel="Manage models and settings")(models)
 app.command("convert", rich_help_panel="Manage models and settings")(convert_model)
 app.command("config", rich_help_panel="Manage models and settings")(show_config)
+app.command("plan", rich_help_panel="Measure")(plan)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 app.add_typer(kernels, name="kernels", rich_help_panel="Manage models and settings")
 app.command("version", rich_help_panel="Manage models and settings")(version)

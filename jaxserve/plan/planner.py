@@ -107,6 +107,11 @@ class LayoutPlan:
         return max(0, self.weight_bytes + self.kv_bytes + (self.temp_bytes or 0) - self.target.chip.usable_bytes)
 
     @property
+    def full_rate(self) -> float:
+        """Tokens a second and chip, predicted, of decode steps with the memory full; 0 where nothing fits."""
+        return self.room.predicted.tokens_per_s_per_chip if self.room is not None and self.room.predicted is not None else 0.0
+
+    @property
     def compile_s(self) -> float:
         return sum(step.compile_s for step in self.steps.values())
 

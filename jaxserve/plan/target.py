@@ -72,10 +72,11 @@ def parse_target(text: str) -> Target:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"unknown chip {name!r} in {text!r}{hint}; known: {', '.join(chip.name for chip in CHIPS)}")
     wanted = topology if separator else "1"
-    for known in sorted(chip.topologies, key=lambda shape: Target(chip, shape).num_chips):
+    ascending = sorted(chip.topologies, key=lambda shape: Target(chip, shape).num_chips)
+    for known in ascending:
         if wanted == known or wanted == str(Target(chip, known).num_chips):
             return Target(chip, known)
     if not separator:
         return Target(chip, chip.topologies[0])
     kind = "grids" if chip.platform == "tpu" else "GPUs joined by NVLink:"
-    raise ConfigError(f"{name} does not come as {topology!r}; {kind} {', '.join(chip.topologies)}")
+    raise ConfigError(f"{name} does not come as {topology!r}; {kind} {', '.join(ascending)}")

@@ -1,0 +1,149 @@
+"""Plans as one self-contained page: plots first, the table under them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve import plots
+from jaxserve.errors import ConfigError
+from jaxserve.plan.advice import Best
+from jaxserve.plan.planner import LayoutPlan, Question
+from jaxserve.plan.report import GIB, LEFT_COLUMNS, NOTE, headers, row
+from jaxserve.plan.request import STEPS, StepKind
+
+_CSS = """
+:root { color-scheme: light; --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --good: #16a34a; --bad: #dc2626 }
+body { margin: 0; background: #f8fafc; color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
+main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px }
+h1 { font-size: 26px; margin: 0 } h2 { font-size: 18px; margin: 36px 0 12px }
+.sub, .note { color: var(--soft); margin: 4px 0 0 }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 16px; margin-top: 24px }
+.card, .panel { background: white; border: 1px solid var(--line); border-radius: 12px; padding: 16px 20px }
+.card b { display: block; font-size: 20px; margin: 2px 0 } .card i { font-style: normal; color: var(--good); font-weight: 600 }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 16px }
+.panel svg { width: 100%; height: auto }
+.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: 13px; white-space: pre-line }
+th, td { text-align: right; padding: 8px 10px; border-bottom: 1px solid var(--line); vertical-align: top }
+th { color: var(--soft); font-weight: 600 } th:first-child, td:first-child, .left { text-align: left }
+tr.no td { color: var(--soft) } li { margin: 4px 0 }
+"""
+
+
+def write_page(file: Path, question: Question, plans: Sequence[LayoutPlan], best: Sequence[Best], remarks: Sequence[str]) -> None:
+    """Writes the page.
+
+    Args:
+        file: Where to.
+        question: What was planned.
+        plans: In the order to show.
+        best: The best layouts and why.
+        remarks: Lines under the table.
+
+    Raises:
+        ConfigError: The file cannot be written, or matplotlib is not installed.
+    """
+    load, config = question.load, question.config
+    title = f"{question.source}: {len(plans)} layouts"
+    about = f"{config.model.dtype}, {load.batch} sequences of {load.context:,} tokens, mixed steps of {load.chunk:,} tokens. {NOTE}"
+    cards = [
+        f"<div class=card><i>best for {_text(one.purpose)}</i><b>{_text(one.plan.target)} &middot; {_text(one.plan.mesh)}</b>{_text(one.reason)}</div>"
+        for one in best
+    ]
+    parts = [
+        f"<h1>{_text(title)}</h1><p class=sub>{_text(about)}</p>",
+        f"<div class=cards>{''.join(cards)}</div>",
+        f"<h2>Where memory and time go</h2><div class=panels>{''.join(f'<div class=panel>{svg}</div>' for svg in _plots(plans))}</div>",
+        f"<h2>All layouts</h2><div class='panel scroll'>{_table(plans, best, question)}</div>",
+        f"<ul class=note>{''.join(f'<li>{_text(line.strip())}</li>' for line in remarks)}</ul>",
+    ]
+    page = (
+        f"<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{_text(title)}</title>"
+        f"<style>{_CSS}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+    )
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _plots(plans: Sequence[LayoutPlan]) -> list[str]:
+    shown = [plan for plan in plans if plan.status != "refused"]
+    found = [_memory_plot(shown)] if shown else []
+    for step in STEPS:
+        compiled = [plan for plan in shown if plan.fits and step in plan.steps]
+        if compiled:
+            found.append(_time_plot(compiled, step))
+    full = [plan for plan in shown if plan.full_rate]
+    return [*found, _trade_plot(full)] if full else found
+
+
+def _memory_plot(plans: Sequence[LayoutPlan]) -> str:
+    parts = {
+        "weights": [plan.weight_bytes / GIB for plan in plans],
+        "KV of the load": [plan.kv_bytes / GIB for plan in plans],
+        "temporaries": [(plan.temp_bytes or 0) / GIB for plan in plans],
+    }
+    limits = [plan.target.chip.usable_bytes / GIB for plan in plans]
+    return _stack(plans, parts, "Memory of a device", "GiB", limits, "usable")
+
+
+def _time_plot(plans: Sequence[LayoutPlan], step: StepKind) -> str:
+    predicted = [plan.steps[step].predicted for plan in plans]
+    parts = {
+        "weights": [p.weights_ms for p in predicted],
+        "weight copies": [p.weight_copies_ms for p in predicted],
+        "keys and values": [p.kv_ms for p in predicted],
+        "activations": [p.activations_ms for p in predicted],
+        "arithmetic beyond memory": [max(0.0, p.step_ms - p.links_ms - p.weights_ms - p.weight_copies_ms - p.kv_ms - p.activations_ms) for p in predicted],
+        "links": [p.links_ms for p in predicted],
+    }
+    return _stack(plans, {name: values for name, values in parts.items() if any(values)}, f"One {step} step, predicted", "ms", (), "")
+
+
+def _stack(plans: Sequence[LayoutPlan], parts: dict[str, list[float]], title: str, unit: str, limits: Sequence[float], limit_label: str) -> str:
+    series = [plots.Series(name, (), values) for name, values in parts.items()]
+    with plots.figure(width=6.4, height=1.5 + 0.42 * len(plans)) as (drawn, (axes,)):
+        plots.stacked_bars(axes, [_label(plan) for plan in plans], series, title=title, x=unit, limits=limits, limit_label=limit_label)
+        return plots.to_svg(drawn)
+
+
+def _trade_plot(plans: Sequence[LayoutPlan]) -> str:
+    with plots.figure(width=6.4, height=3.6) as (drawn, (axes,)):
+        for plan in plans:
+            assert plan.room is not None and plan.room.predicted is not None
+            axes.plot(
+                [plan.steps["decode"].predicted.step_ms, plan.room.predicted.step_ms],
+                [plan.steps["decode"].predicted.tokens_per_s_per_chip, plan.full_rate], marker="o", label=_label(plan),
+            )  # fmt: skip
+        axes.set_title("From the load to a full memory, predicted")
+        axes.set_xlabel("ms a decode step")
+        axes.set_ylabel("tokens/s a chip")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.legend(fontsize=8.5)
+        return plots.to_svg(drawn)
+
+
+def _table(plans: Sequence[LayoutPlan], best: Sequence[Best], question: Question) -> str:
+    titles = headers(question.load)
+
+    def cell(tag: str, index: int, text: str) -> str:
+        return f"<{tag}{' class=left' if index in LEFT_COLUMNS else ''}>{_text(text)}</{tag}>"
+
+    head = "".join(cell("th", index, title) for index, title in enumerate(titles))
+    lines: list[str] = []
+    for plan in plans:
+        cells = row(plan, best)
+        body = "".join(cell("td", index, text) for index, text in enumerate([*cells, *[""] * (len(titles) - len(cells))]))
+        lines.append(f"<tr{'' if plan.fits else ' class=no'}>{body}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _label(plan: LayoutPlan) -> str:
+    return f"{plan.target}  {plan.mesh.data} x {plan.mesh.model}"
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value), quote=True)
