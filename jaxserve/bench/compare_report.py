@@ -21,9 +21,7 @@ def print_comparison(found: Comparison, console: Console) -> None:
         if not results:
             continue
         rounds = max(turn.round for turn in found.turns if turn.level == level) + 1
-        table = report.make_table(
-            f"{report.describe(results[0])}: medians of {rounds} rounds (range); x is against {found.contenders[0].name}"
-        )
+        table = report.make_table(f"{report.describe(results[0])}: medians of {rounds} rounds (range); x is against {found.contenders[0].name}")
         for index, header in enumerate(headers()):
             table.add_column(header, justify="right" if index else "left")
         for contender in found.contenders:

@@ -132,7 +132,7 @@ def load_workload(file: Path | None, values: Mapping[str, Any]) -> Workload:
     """A workload from a YAML file of its fields, then ``values`` over it.
 
     Where ``values`` name no arrival they imply one: ``concurrency`` a closed loop, ``burstiness`` gamma, ``trace`` its replay, ``rate`` what the file says or
-    Poisson. Fields of the file that belong to another kind of arrival than the one in force are dropped; among ``values`` they are errors.
+    Poisson. A trace brings its lengths where no others are given. Fields of the file that belong to another kind of arrival than the one in force are dropped; among ``values`` they are errors.
 
     Args:
         file: May be ``None``.
@@ -153,7 +153,10 @@ def load_workload(file: Path | None, values: Mapping[str, Any]) -> Workload:
     arrival = given.get("arrival", from_file.get("arrival"))
     if "arrival" in given:
         from_file = {key: value for key, value in from_file.items() if arrival in _OWN_FIELDS.get(key, (arrival,))}
-    return Workload(**from_file | given)
+    merged = from_file | given
+    if merged.get("trace") is not None and not merged.keys() & {"lengths", "input_len", "output_len"}:
+        merged["lengths"] = "trace"
+    return Workload(**merged)
 
 
 def _implied_arrival(given: Mapping[str, Any], from_file: Mapping[str, Any]) -> Arrival | None:
@@ -163,9 +166,7 @@ def _implied_arrival(given: Mapping[str, Any], from_file: Mapping[str, Any]) -> 
         return "gamma"
     if given.get("rate") is not None:
         return None if from_file.get("arrival", "closed") in _OWN_FIELDS["rate"] else "poisson"
-    if given.get("trace") is not None and given.get("lengths") != "trace":
-        return "trace"
-    return None
+    return "trace" if given.get("trace") is not None else None
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:
