@@ -132,7 +132,8 @@ def load_workload(file: Path | None, values: Mapping[str, Any]) -> Workload:
     """A workload from a YAML file of its fields, then ``values`` over it.
 
     Where ``values`` name no arrival they imply one: ``concurrency`` a closed loop, ``burstiness`` gamma, ``trace`` its replay, ``rate`` what the file says or
-    Poisson. A trace brings its lengths where no others are given. Fields of the file that belong to another kind of arrival than the one in force are dropped; among ``values`` they are errors.
+    Poisson. A trace brings its lengths where no others are given. Fields of the file that belong to another kind of arrival than the one in force are
+    dropped; among ``values`` they are errors.
 
     Args:
         file: May be ``None``.

@@ -201,7 +201,7 @@ def test_broken_rows_are_counted_and_too_many_are_fatal(tmp_path: Path) -> None:
         ({"rate": 0}, "rate is 0.0; must be in"),
         ({"rate": "nan"}, "rate"),
         ({"rate": 1, "lengths": "trace"}, "needs trace"),
-        ({"rate": 1, "trace": "x.csv", "input_len": 5}, "nothing would be read"),
+        ({"rate": 1, "trace": "x.csv", "input_len": "5"}, "nothing would be read"),
         ({"trace": "x.csv", "lengths": "trace", "arrival": "trace", "turns": 2}, "turns must be 1"),
         ({"rate": 1, "tenant": 3}, "did you mean 'tenants'"),
         ({"rate": 1, "input_len": "lots"}, "input_len is 'lots'"),
@@ -220,7 +220,7 @@ def test_what_options_imply() -> None:
     assert load_workload(None, {"rate": 2, "arrival": "steady"}).arrival == "steady"
     replayed = load_workload(None, {"trace": "x.csv"})
     assert (replayed.arrival, replayed.lengths) == ("trace", "trace")
-    assert load_workload(None, {"trace": "x.csv", "input_len": 5}).lengths is None
+    assert load_workload(None, {"trace": "x.csv", "input_len": "5"}).lengths is None
     assert load_workload(None, {"trace": "x.csv", "rate": 3}).arrival == "poisson"
 
 
