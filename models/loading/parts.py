@@ -15,7 +15,7 @@ ALIGNMENT = 64
 """XLA:CPU takes over a numpy buffer without a copy only at this alignment."""
 
 
-def local_parts(shape: tuple[int, ...], sharding: Sharding | None) -> dict[tuple[tuple[int, int], ...], list[jax.Device | None]]:
+def local_parts(shape: tuple[int, ...], sharding: Sharding | None) -> dict[tuple[tuple[int, int], ...], list[Any]]:
     """The parts of an array that this process needs, each as (start, stop) of every axis, and the devices that hold it.
 
     Args:
@@ -24,7 +24,7 @@ def local_parts(shape: tuple[int, ...], sharding: Sharding | None) -> dict[tuple
     """
     if sharding is None:
         return {tuple((0, size) for size in shape): [None]}
-    parts: dict[tuple[tuple[int, int], ...], list[jax.Device | None]] = {}
+    parts: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         parts.setdefault(tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True)), []).append(device)

@@ -189,8 +189,8 @@ def test_the_host_holds_one_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(sizes) == max(leaf.addressable_shards[0].data.size for leaf in leaves)
     assert sum(sizes) == sum(leaf.size for leaf in leaves)  # replicas share one
     for leaf in leaves:
-        addresses = {shard.index: shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
-        assert [addresses[shard.index] for shard in leaf.addressable_shards] == [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
+        held = {(str(shard.index), shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards}
+        assert len(held) == len({index for index, _ in held})
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma3-27b"])
