@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.dims import ceil_div
+from jaxserve.kernels_pallas.ragged_paged_attention import gpu_tiles, tpu_tiles
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS, PoolShape, RaggedBatch, make_problem, ragged_paged_attention
 
 T, B, M, N, K, H, Z, L = 64, 8, 16, 8, 2, 128, 16, 2
@@ -46,9 +48,13 @@ def test_decode_reads_each_live_page_once(name):
     assert pages <= cost.bytes_accessed <= 1.4 * pages
 
 
-def test_prefill_reads_the_context_once_a_work_item():
-    costs, problem = kernel_costs("pallas_tpu")
+@pytest.mark.parametrize("name", ["pallas_tpu", "pallas_gpu"])
+def test_prefill_reads_the_context_once_a_work_item(name):
+    costs, problem = kernel_costs(name)
     cost = costs["ragged_paged_prefill"]
     assert cost.flops == 4 * T * problem.max_context * N * H
     queries = 2 * T * N * H * 2
-    assert (cost.bytes_accessed - queries) % (M * Z * K * 2 * H * 2) == 0
+    context = M * Z * K * 2 * H * 2
+    items = {"pallas_tpu": tpu_tiles.choose_tiles(problem).query_block, "pallas_gpu": gpu_tiles.query_block(problem, gpu_tiles.choose_tiles(problem))}
+    assert cost.bytes_accessed - queries == context * ceil_div(T, items[name])
+    assert cost.transcendentals == T * problem.max_context * N
