@@ -95,6 +95,7 @@ class CacheConfig:
         prefix: How keys and values of prompts and answers are kept for prompts that begin with the same tokens: in a radix tree (``radix``), which
             finds any branch point, or in a table of digests of whole pages (``hash``); ``off`` keeps none.
         session_ttl_s: How much longer than others what a request with a ``session_id`` leaves is kept, in seconds, while there is memory.
+        num_host_pages: Pages of host memory, for each data rank, that preempted requests are swapped to; 0 for none.
         isolate_tenants: Tenants share nothing: how fast an answer comes tells nobody what others asked.
     """
 
@@ -105,6 +106,7 @@ class CacheConfig:
     dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "fp8"] = "auto"
     prefix: Literal["radix", "hash", "off"] = "radix"
     session_ttl_s: Annotated[float, Between(0, 86_400)] = 300.0
+    num_host_pages: Annotated[int, Between(0, 2**24)] = 0
     isolate_tenants: bool = False
 
 
@@ -121,6 +123,8 @@ class SchedulerConfig:
         max_batch_delay_s: How long the first sequence of a dynamic batch waits for others.
         order: Who is next: ``fcfs`` who came first; ``priority`` who has the smallest ``priority``, with ageing; ``deadline`` whose ``deadline_ms`` is up
             first; ``fair`` the first of the tenant that has been served fewest tokens.
+        preemption: What happens to a running request whose pages others need: ``recompute`` forgets what it has computed, ``swap`` moves it to host memory
+            (``cache.num_host_pages``) while there is room, ``auto`` takes what costs less time by what was measured at the start.
         ageing_s: With ``order=priority``: how long waiting makes up for one step of priority.
     """
 
@@ -130,6 +134,7 @@ class SchedulerConfig:
     preferred_batch_size: Annotated[int, Between(1, 2**20)] | None = None
     max_batch_delay_s: Annotated[float, Between(0, 3600)] = 0.05
     order: Literal["fcfs", "priority", "deadline", "fair"] = "fcfs"
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
     ageing_s: Annotated[float, Between(0, 86_400, open_low=True)] = 10.0
 
 
@@ -144,6 +149,7 @@ class EngineConfig:
         sequence_buckets: Sequence counts to compile for, ascending; empty chooses by platform.
         warmup: Compile every bucket before the engine is ready.
         compilation_cache: Keep compiled programs on disk in the user's cache folder.
+        compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
         check_integrity: Check the page pool's books when the engine falls idle.
     """
 
@@ -153,7 +159,25 @@ class EngineConfig:
     sequence_buckets: Annotated[tuple[int, ...], Ascending()] = ()
     warmup: bool = True
     compilation_cache: bool = True
+    compiled: Annotated[str, NotBlank()] | None = None
     check_integrity: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several hosts as one engine, one process each: the first leads, schedules and serves; the others follow its steps.
+
+    Args:
+        hosts: Names or addresses of all hosts, the leader first, the same on each; none takes those of a TPU VM's environment, or this host alone.
+        host_index: Which of them this is; ``None`` finds it by name.
+        port: Of the leader, for jax's coordinator; the next one carries the steps. Only the hosts themselves should reach the two.
+        join_timeout_s: How long the hosts wait for each other at the start.
+    """
+
+    hosts: Annotated[tuple[str, ...], NotBlank()] = ()
+    host_index: Annotated[int, Between(0, 2**16)] | None = None
+    port: Annotated[int, Between(1, 65534)] = 8476
+    join_timeout_s: Annotated[float, Between(1, 86_400)] = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,6 +221,7 @@ class Config:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
@@ -208,6 +233,8 @@ class Config:
                 f"scheduler.max_tokens_per_step is {limits.max_tokens_per_step}; must be at least scheduler.max_num_seqs ({limits.max_num_seqs}), "
                 f"so that every running sequence can take its token in each step"
             )
+        if limits.preemption == "swap" and not self.cache.num_host_pages:
+            raise ConfigError("scheduler.preemption is swap and cache.num_host_pages is 0; one must change: there is no host memory to swap to")
         if self.server.port and self.server.port == self.server.grpc_port:
             raise ConfigError(f"server.grpc_port is {self.server.grpc_port}; must differ from server.port, which is the same")
         if REDACTED in self.server.api_keys:

@@ -12,6 +12,10 @@ class ConfigError(JaxserveError):
     """A configuration key or value that cannot be used; the message holds the full key path."""
 
 
+class HostLostError(JaxserveError):
+    """Another process of the same engine is gone, or never came."""
+
+
 class ModelError(JaxserveError):
     """A model that cannot be served: unsupported architecture or attribute, or a broken checkpoint."""
 
@@ -80,3 +84,7 @@ class EngineDeadError(EngineError):
 
 class BenchmarkError(JaxserveError):
     """A benchmark that cannot be run or has nothing to report: the server is not there, refuses, or answers nothing."""
+
+
+class CompileError(JaxserveError):
+    """A compiler gave up, or the process that it ran in died."""

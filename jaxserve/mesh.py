@@ -42,6 +42,10 @@ class Layout:
     def is_single_device(self) -> bool:
         return self.mesh.size == 1
 
+    @property
+    def is_multi_process(self) -> bool:
+        return len({device.process_index for device in self.mesh.devices.flat}) > 1
+
     def mesh_axes(self, logical_axis: str | None) -> tuple[str, ...]:
         """The mesh axes that a logical axis is split over; empty for ``None``."""
         return () if logical_axis is None else tuple(getattr(self.rules, logical_axis) or ())
@@ -60,6 +64,12 @@ class Layout:
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
+
+    def from_host(self, array: np.ndarray, spec: PartitionSpec) -> Any:
+        """An argument of a compiled program from an array that every process has. One process hands numpy over as it is, which is fastest."""
+        if not self.is_multi_process:
+            return array
+        return jax.make_array_from_callback(array.shape, self.sharding(spec), lambda part: array[part])
 
     def tracing(self) -> AbstractContextManager[Any]:
         """The context to trace in: what asks for the device it is traced for is told the mesh's, real or only compiled for."""

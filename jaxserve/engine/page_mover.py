@@ -118,6 +118,7 @@ class _Programs:
         def copy_one(pool: KVPool, sources_1N: Array, destinations_1N: Array) -> KVPool:
             return put_one(pool, destinations_1N, take_one(pool, sources_1N))
 
+        self._from_host = layout.from_host
         abstract = plan.abstract()
         pages = jax.ShapeDtypeStruct((layout.shape.data, PAGES_A_CALL), jnp.int32, sharding=layout.sharding(EACH_RANK))
         values = tuple(
@@ -142,13 +143,13 @@ class _Programs:
             program()
 
     def take(self, pool: KVPool, pages_RN: np.ndarray) -> tuple[Array, ...]:
-        return self._take()(pool, pages_RN)
+        return self._take()(pool, self._from_host(pages_RN, EACH_RANK))
 
     def put(self, pool: KVPool, pages_RN: np.ndarray, values: tuple[np.ndarray, ...]) -> KVPool:
-        return self._put()(pool, pages_RN, values)
+        return self._put()(pool, self._from_host(pages_RN, EACH_RANK), values)
 
     def copy(self, pool: KVPool, sources_RN: np.ndarray, destinations_RN: np.ndarray) -> KVPool:
-        return self._copy()(pool, sources_RN, destinations_RN)
+        return self._copy()(pool, self._from_host(sources_RN, EACH_RANK), self._from_host(destinations_RN, EACH_RANK))
 
 
 def _page_rows(array: jax.ShapeDtypeStruct, plan: PoolPlan) -> tuple[int, ...]:

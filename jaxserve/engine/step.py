@@ -115,6 +115,8 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
         x_TD, pool = model.forward(params, token_ids_T, batch.ragged.positions_T, pool, attend)
         logits_BV = model.logits(params, take_rows(x_TD, batch.last_token_B))
         carry, token_ids_B = choose_all_tokens(logits_BV, batch, carry)
+        if layout.is_multi_process:  # The leader sees its own devices only.
+            token_ids_B = lax.with_sharding_constraint(token_ids_B, layout.sharding(REPLICATED))
         return pool, carry, token_ids_B
 
     return step
