@@ -164,23 +164,6 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """Several hosts as one engine, one process each: the first leads, schedules and serves; the others follow its steps.
-
-    Args:
-        hosts: Names or addresses of all hosts, the leader first, the same on each; none takes those of a TPU VM's environment, or this host alone.
-        host_index: Which of them this is; ``None`` finds it by name.
-        port: Of the leader, for jax's coordinator; the next one carries the steps. Only the hosts themselves should reach the two.
-        join_timeout_s: How long the hosts wait for each other at the start.
-    """
-
-    hosts: Annotated[tuple[str, ...], NotBlank()] = ()
-    host_index: Annotated[int, Between(0, 2**16)] | None = None
-    port: Annotated[int, Between(1, 65534)] = 8476
-    join_timeout_s: Annotated[float, Between(1, 86_400)] = 300.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP and gRPC front ends.
 
@@ -204,6 +187,23 @@ class ServerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several hosts as one engine, one process each: the first leads, schedules and serves; the others follow its steps.
+
+    Args:
+        hosts: Names or addresses of all hosts, the leader first, the same on each; none takes those of a TPU VM's environment, or this host alone.
+        host_index: Which of them this is; ``None`` finds it by name.
+        port: Of the leader, for jax's coordinator; the next one carries the steps. Only the hosts themselves should reach the two.
+        join_timeout_s: How long the hosts wait for each other at the start.
+    """
+
+    hosts: Annotated[tuple[str, ...], NotBlank()] = ()
+    host_index: Annotated[int, Between(0, 2**16)] | None = None
+    port: Annotated[int, Between(1, 65534)] = 8476
+    join_timeout_s: Annotated[float, Between(1, 86_400)] = 300.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration. Checked as a whole when it is made, whoever makes it.
 
@@ -221,8 +221,8 @@ class Config:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
         for key, annotation in _declared().items():
