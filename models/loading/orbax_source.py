@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from jaxserve.models.params import ParamSpec, Piece, param_specs
 from jaxserve.models.spec import ModelSpec
 
 CACHE_BYTES = 4 * CHUNK_BYTES
+"""Unpacked chunks that are kept."""
+
+logger = logging.getLogger(__name__)
 
 
 class OrbaxSource:
@@ -42,11 +47,16 @@ class OrbaxSource:
         # Several tensors, and blocks of each, lie in one chunk: it is unpacked once while it is kept.
         context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         self._tensors: dict[str, tuple[Any, ParamSpec, Piece, tuple[int, ...]]] = {}
+        largest = 0
         for path, param in param_specs(spec).items():
             array = self._open(path, context)
+            largest = max(largest, math.prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize)
             for layer in range(spec.num_layers) if param.per_layer else (None,):
                 for piece in param.pieces:
                     self._tensors[piece.name.format(layer=layer)] = (array, param, piece, () if layer is None else (layer,))
+        if largest > CHUNK_BYTES:
+            size = f"{largest / 1e6:.0f} MB"
+            logger.warning("%s: packed in chunks of up to %s, each of which is unpacked for every tensor in it; convert the model anew", folder, size)
 
     def keys(self) -> Collection[str]:
         return self._tensors.keys()

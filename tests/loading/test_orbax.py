@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models.loading import orbax_source
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.model import build_model
@@ -105,3 +106,16 @@ def test_broken_weights(tmp_path: Path) -> None:
 def test_destination_exists(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists already"):
         convert(ModelConfig(source=str(tmp_path)), tmp_path)
+
+
+def test_chunks_are_small_enough_to_be_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_config("llama", num_hidden_layers=3)
+    folder = write_folder(tmp_path / "folder", config, random_tensors(config))
+    checkpoint = opened(convert(ModelConfig(source=str(folder)), tmp_path / "converted"))
+    largest = 2 * (2 + 2) * 32 * 64 * 2  # queries, keys and values of one layer
+    monkeypatch.setattr(orbax_source, "CHUNK_BYTES", largest)
+    checkpoint.open_source()
+    assert not caplog.records
+    monkeypatch.setattr(orbax_source, "CHUNK_BYTES", largest - 1)
+    checkpoint.open_source()
+    assert "packed in chunks of up to" in caplog.text
