@@ -35,8 +35,8 @@ def plan(
         list[str],
         typer.Argument(
             metavar="MODEL [SECTION.KEY=VALUE]...",
-            help="MODEL is a folder, a config.json, a .gguf file, an alias, or a name of configs/models. A word with = sets one key: model.dtype, cache.dtype, "
-            "cache.page_size, sharding.… count here.",
+            help="MODEL is a name of configs/models, a config.json, a folder, a .gguf file or a hub id; weights are not needed. A word with = sets one key: "
+            "model.dtype, cache.dtype, cache.page_size, mesh.replicate_kv_heads and sharding.… count here.",
             show_default=False,
         ),
     ],
@@ -75,12 +75,12 @@ def plan(
     from rich.console import Console
 
     from jaxserve.mesh_shape import parse_mesh
+    from jaxserve.models.loading.specs import open_spec
     from jaxserve.plan import report
     from jaxserve.plan.advice import best_layouts, what_would_fit
     from jaxserve.plan.budget import budget as make_budget
     from jaxserve.plan.budget import format_budget
     from jaxserve.plan.html import write_page
-    from jaxserve.plan.model import read_spec
     from jaxserve.plan.planner import Question, plan_layouts
     from jaxserve.plan.request import Load
     from jaxserve.plan.target import parse_target
@@ -97,12 +97,11 @@ def plan(
         for shape in (target.all_meshes() if text.strip() == "all" else [target.mesh(parse_mesh(text))])
     ]
     layouts = list(dict.fromkeys(layouts))
-    spec = read_spec(model)
+    name, spec = open_spec(model)
     if context > spec.max_position:
-        raise ConfigError(f"--context is {context}; must be at most {spec.max_position}, the limit of {model}")
-    question = Question(
-        source=model, spec=spec, config=load_config(overrides=settings), settings=tuple(settings), load=Load(batch=batch, context=context, chunk=chunk)
-    )
+        raise ConfigError(f"--context is {context}; must be at most {spec.max_position}, the limit of {name}")
+    load = Load(batch=batch, context=context, chunk=chunk)
+    question = Question(source=model, name=name, spec=spec, config=load_config(overrides=settings), settings=tuple(settings), load=load)
     with progress_bars() as progress:
         plans = plan_layouts(question, layouts, progress=progress)
     plans.sort(key=report.SORTS[sort.value])
@@ -115,7 +114,7 @@ def plan(
         emit(json.dumps(report.as_json(plans, best)))
     else:
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-        console.print(report.table(plans, best, question.load))
+        console.print(report.table(plans, best, load))
         for line in report.reasons(plans, best):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         for one, lines in zip(plans, budgets, strict=True):

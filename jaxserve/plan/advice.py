@@ -65,7 +65,7 @@ def what_would_fit(question: Question, plans: Sequence[LayoutPlan]) -> list[str]
         nearest = min(large, key=lambda plan: plan.weight_bytes + plan.kv_bytes)
         needs, usable, load = nearest.weight_bytes + nearest.kv_bytes, target.chip.usable_bytes, question.load
         lines.append(
-            f"{question.source} fits on no layout of {target}: {nearest.mesh} comes nearest and needs {_gb(needs)} a device for weights and "
+            f"{question.name} fits on no layout of {target}: {nearest.mesh} comes nearest and needs {_gb(needs)} a device for weights and "
             f"{load.batch} x {load.context} tokens, {_gb(max(needs - usable, nearest.missing_bytes))} more than there is ({_gb(usable)})"
         )
         options = _options(question, nearest)

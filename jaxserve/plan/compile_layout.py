@@ -25,8 +25,8 @@ from jaxserve.errors import JaxserveError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import choose_implementation
 from jaxserve.kernels_pallas.targets import gpu_config
 from jaxserve.mesh import make_layout
+from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import build_model
-from jaxserve.plan.model import read_spec
 from jaxserve.plan.request import STEPS, LayoutRequest
 from jaxserve.plan.target import Target, parse_target
 from jaxserve.plan.traffic import measure_traffic
@@ -69,7 +69,7 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
         jax.errors.JaxRuntimeError: The compiler gives up; out of memory above all.
     """
     load, mesh, config = request.load, request.mesh, load_config(overrides=request.settings)
-    spec = fit_model(read_spec(request.source), config, mesh)
+    spec = fit_model(open_spec(request.source)[1], config, mesh)
     layout = make_layout(mesh, config.sharding, devices)
     execution = choose_execution(config, platform)
     model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
@@ -85,12 +85,13 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
     step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
     compiled = lower_step(step, params, pool, carry, bucket, layout).compile()
     seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and program is not None, "every backend that we compile for tells both"
     yield {
         "compile_s": round(seconds, 2),
         "temp": memory.temp_size_in_bytes,
         "total": memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
-        "traffic": dataclasses.asdict(measure_traffic(compiled.as_text(), mesh._asdict())),
+        "traffic": dataclasses.asdict(measure_traffic(program, mesh._asdict())),
     }
 
 

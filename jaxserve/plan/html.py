@@ -45,7 +45,7 @@ def write_page(file: Path, question: Question, plans: Sequence[LayoutPlan], best
         ConfigError: The file cannot be written, or matplotlib is not installed.
     """
     load, config = question.load, question.config
-    title = f"{question.source}: {len(plans)} layouts"
+    title = f"{question.name}: {len(plans)} layouts"
     about = f"{config.model.dtype}, {load.batch} sequences of {load.context:,} tokens, mixed steps of {load.chunk:,} tokens. {NOTE}"
     cards = [
         f"<div class=card><i>best for {_text(one.purpose)}</i><b>{_text(one.plan.target)} &middot; {_text(one.plan.mesh)}</b>{_text(one.reason)}</div>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -121,7 +121,8 @@ class Question:
     """What is planned.
 
     Args:
-        source: MODEL.
+        source: MODEL, as ``open_spec`` finds it.
+        name: What to call it.
         spec: What it is.
         config: Dtypes, page size, sharding rules.
         settings: The words that ``config`` came from.
@@ -129,6 +130,7 @@ class Question:
     """
 
     source: str
+    name: str
     spec: ModelSpec
     config: Config
     settings: tuple[str, ...]
@@ -191,7 +193,9 @@ def plan_layouts(
     jobs: list[tuple[int, StepKind]] = [(index, step) for index in order for step in STEPS if step == "decode" or not is_hopeless(index)]
     rows: dict[int, dict[StepKind, dict[str, Any]]] = {index: {} for index in splits}
     with ThreadPoolExecutor(max_workers=MAX_PROCESSES) as executor:
-        futures = {executor.submit(_compile, question, *layouts[index], step): (index, step) for index, step in jobs}
+        futures: dict[Future[dict[str, Any]], tuple[int, StepKind]] = {
+            executor.submit(_compile, question, *layouts[index], step): (index, step) for index, step in jobs
+        }
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 index, step = futures[future]
@@ -222,8 +226,10 @@ def _join(question: Question, target: Target, split: Split, rows: Mapping[StepKi
     arrays: dict[str, int] = {"weights": sum(split.parameter_bytes().values()), "kv": question.pool_bytes(split)}
     status: Status = "fits"
     reason = attention = ""
-    for step in (step for step in STEPS if step in rows):
-        row = rows[step]
+    for step in STEPS:
+        row = rows.get(step)
+        if row is None:
+            continue
         arrays, attention = row.get("arrays", arrays), row.get("attention", attention)
         if "error" in row:
             status = "too large" if row["kind"] == "memory" else row["kind"]
@@ -264,4 +270,5 @@ def _predict(question: Question, target: Target, split: Split, work: Any) -> Pre
 
 
 def _traffic(fields: dict[str, Any]) -> Traffic:
-    return Traffic(**fields | {name: tuple(Collective(**item) for item in fields[name]) for name in ("collectives", "sometimes")})
+    lists = {name: tuple(Collective(**item) for item in fields[name]) for name in ("collectives", "sometimes")}
+    return Traffic(**{**fields, **lists})

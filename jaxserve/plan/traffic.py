@@ -131,7 +131,7 @@ class _Walk:
             return None
         result: _Source = operands[0] if opcode in _PASSES and operands and isinstance(operands[0], str) else None
         called = instruction.called("calls") or (instruction.called("to_apply") if opcode == "call" else None)
-        if called in self._program.computations:
+        if called is not None and called in self._program.computations:
             inner = self._program.computations[called]
             fuses = opcode.startswith("fusion")
             result = self._visit(inner, times, operands, is_fused=is_fused or fuses)

@@ -5,7 +5,7 @@ import pytest
 from jaxserve.config import load_config
 from jaxserve.kernels_pallas import targets
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.plan.model import read_spec
+from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.planner import Question, plan_layouts
 from jaxserve.plan.request import Load
 from jaxserve.plan.target import parse_target
@@ -19,7 +19,7 @@ def plans(target, *meshes, chunk=2048):
         pytest.skip(reason)
     chosen = parse_target(target)
     load = Load(batch=64, context=4096, chunk=chunk)
-    question = Question(source="llama-3.1-70b", spec=read_spec("llama-3.1-70b"), config=load_config(), settings=(), load=load)
+    question = Question(source="llama-3.1-70b", name="llama-3.1-70b", spec=open_spec("llama-3.1-70b")[1], config=load_config(), settings=(), load=load)
     return plan_layouts(question, [(chosen, mesh) for mesh in meshes or chosen.all_meshes()])
 
 

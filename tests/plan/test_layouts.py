@@ -6,8 +6,8 @@ import pytest
 from jaxserve.config import ShardingConfig, load_config
 from jaxserve.kernels_pallas.chips import CHIPS_BY_NAME
 from jaxserve.mesh_shape import MeshShape
+from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.compile_layout import compile_step, compiler_words
-from jaxserve.plan.model import read_spec
 from jaxserve.plan.planner import Question
 from jaxserve.plan.request import LayoutRequest, Load
 from jaxserve.plan.roofline import Split
@@ -62,7 +62,7 @@ def test_bytes_agree_with_the_arrays_of_a_real_engine(mesh):
 
 def test_the_planner_and_the_compiled_program_agree_on_bytes(tmp_path):
     source = write_config(tmp_path)
-    question = Question(source=source, spec=read_spec(source), config=load_config(overrides=SETTINGS), settings=SETTINGS, load=LOAD)
+    question = Question(source=source, name="tiny", spec=open_spec(source)[1], config=load_config(overrides=SETTINGS), settings=SETTINGS, load=LOAD)
     mesh = MeshShape(2, 4)
     split = question.split(Target(CHIPS_BY_NAME["v6e"], "2x4"), mesh)
     arrays, _ = compiled(source, mesh, "decode")

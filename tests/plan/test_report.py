@@ -9,8 +9,8 @@ from jaxserve.cli.app import app
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.chips import GIB
+from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan import planner
-from jaxserve.plan.model import read_spec
 from jaxserve.plan.request import LayoutRequest
 from jaxserve.plan.target import parse_target
 
@@ -20,9 +20,8 @@ MODEL = "llama-3.1-70b"
 def fake_rows(module, arguments, environment, *, time_limit_s):
     """A compiler that knows no temporaries, copies nothing, and reduces twice a layer and once for the embedding."""
     request = LayoutRequest.from_json(arguments[0])
-    question = planner.Question(
-        source=request.source, spec=read_spec(request.source), config=load_config(overrides=request.settings), settings=request.settings, load=request.load
-    )
+    spec, config = open_spec(request.source)[1], load_config(overrides=request.settings)
+    question = planner.Question(source=request.source, name=MODEL, spec=spec, config=config, settings=request.settings, load=request.load)
     target = parse_target(request.target)
     split = question.split(target, request.mesh)
     weights, kv = sum(split.parameter_bytes().values()), question.pool_bytes(split)

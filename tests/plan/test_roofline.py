@@ -8,7 +8,7 @@ import pytest
 from jaxserve.config import ShardingConfig
 from jaxserve.kernels_pallas.chips import CHIPS, CHIPS_BY_NAME
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.plan.model import read_spec
+from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.request import Load
 from jaxserve.plan.roofline import Split, collective_seconds, predict, step_work, with_batch
 from jaxserve.plan.traffic import Collective
@@ -20,7 +20,7 @@ LOAD = Load(batch=64, context=4096, chunk=2048)
 
 def split(mesh, name="llama-3.1-70b", **changes):
     fields = {"weight_bytes": 2, "kv_bytes": 2, "rules": ShardingConfig()} | changes
-    return Split(spec=read_spec(name), mesh=mesh, **fields)
+    return Split(spec=open_spec(name)[1], mesh=mesh, **fields)
 
 
 def all_reduces(count, num_bytes, group):
@@ -59,7 +59,7 @@ def test_flops_are_two_a_weight_and_token():
 
 
 def test_windows_bound_what_is_read():
-    spec = read_spec("llama-3.1-8b")
+    spec = open_spec("llama-3.1-8b")[1]
     windowed = split(MeshShape(), "llama-3.1-8b")
     assert windowed.attended(4096) == 32 * 4096
     layers = tuple(dataclasses.replace(layer, window=1024) for layer in spec.layers)
