@@ -17,6 +17,9 @@ from jaxserve.errors import BenchmarkError
 
 PROBE_LEN = 24
 
+MAX_TOKENS_PER_WORD = 1.5
+"""Of words together: beyond it hardly one is a single token, and looking for it costs two questions a word."""
+
 logger = logging.getLogger(__name__)
 
 Count = Callable[[str], Awaitable[int]]
@@ -136,8 +139,12 @@ async def _text_prompts(probe: OpenAITarget, tokenizer: Callable[[str], int] | N
         source = "words of one token each, by the tokenizer given" if tokenizer else "words of one token each, by the server's /tokenize"
     if len(words) < 16:
         words, count, source = WORDS, None, "common words, few of which are one token each"
-    lengths = (PROBE_LEN, PROBE_LEN * 4)
-    counted = [(await _ask(dataclasses.replace(probe, prompts=WordPrompts(words)), length, f"calibrate/{length}")).prompt_tokens for length in lengths]
+    lengths = (PROBE_LEN, PROBE_LEN * 2)
+    calibrated = dataclasses.replace(probe, prompts=WordPrompts(words))
+    try:
+        counted = [(await _ask(calibrated, length, f"calibrate/{length}")).prompt_tokens for length in lengths]
+    except RequestFailedError as error:
+        raise BenchmarkError(f"the server refuses a prompt of about {lengths[1]} words: {error}") from None
     if counted[0] is None or counted[1] is None:
         logger.warning("the server does not say how long prompts are: their lengths are estimates (%s)", source)
         return WordPrompts(words, exact=False, source=source)
@@ -174,10 +181,10 @@ async def _server_count(probe: OpenAITarget) -> Count | None:
 
 async def _single_token_words(words: Sequence[str], count: Count) -> list[str]:
     """Those that are one token after a blank: halves of the list whose count fits are taken whole."""
-    text = "a " + " ".join(words)
-    if await count(text) - await count("a") == len(words):
+    tokens = await count("a " + " ".join(words)) - await count("a")
+    if tokens == len(words):
         return list(words)
-    if len(words) == 1:
+    if len(words) == 1 or tokens > MAX_TOKENS_PER_WORD * len(words):
         return []
     middle = len(words) // 2
     return await _single_token_words(words[:middle], count) + await _single_token_words(words[middle:], count)

@@ -59,6 +59,12 @@ class IdPrompts:
     exact: bool = True
     source: str = "token ids"
 
+    @classmethod
+    def within(cls, vocab_size: int) -> IdPrompts:
+        """Ids of a vocabulary that may be smaller than common ones."""
+        high = min(ID_RANGE[1], vocab_size)
+        return cls(min(ID_RANGE[0], high // 2), high)
+
     def prompt(self, segments: Sequence[Segment]) -> list[int]:
         ids: list[int] = []
         for segment in segments:

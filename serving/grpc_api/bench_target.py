@@ -91,7 +91,7 @@ async def open_grpc_session(options: ServerOptions, workload: Workload) -> Async
         fields: dict[str, Any] = {**options.fields, **({"ignore_eos": True} if options.ignore_eos else {})}
         if workload.priorities:
             fields["priority"] = workload.priorities[0]
-        target = GrpcTarget(stub, info.model, metadata, fields, IdPrompts(high=min(IdPrompts().high, info.vocab_size)))
+        target = GrpcTarget(stub, info.model, metadata, fields, IdPrompts.within(info.vocab_size))
         yield Session(target, ServerInfo(address, info.model, "grpc", "token ids", True, fields), _no_metrics, options.count_tokens or estimate_tokens)
 
 
