@@ -98,6 +98,8 @@ class Engine:
             num_ranks=runner.num_ranks,
             make_cache=choose_prefix_cache(config.cache.prefix),
             can_copy_pages=runner.can_copy_pages,
+            num_host_pages=runner.num_host_pages,
+            costs=runner.costs,
             session_ttl_s=config.cache.session_ttl_s,
         )
         self._eos_token_ids = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)

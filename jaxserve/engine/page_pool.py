@@ -12,12 +12,12 @@ class PagePool:
     read-only to all of them.
 
     Args:
-        num_pages: Pages of the pool, ``>= 1``.
+        num_pages: Pages of the pool; may be 0.
         page_size: Slots (tokens) of one page, ``>= 1``.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
+        assert num_pages >= 0 and page_size >= 1, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is warm and goes out first
@@ -46,6 +46,10 @@ class PagePool:
 
     def is_held(self, page_id: int) -> bool:
         return self._num_holders[page_id] > 0
+
+    def is_shared(self, page_id: int) -> bool:
+        """Whether a page has several holders."""
+        return self._num_holders[page_id] > 1
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens of one sequence."""

@@ -7,10 +7,12 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.preemption import Preemption
 from jaxserve.engine.prefix_cache.choice import MakePrefixCache
 from jaxserve.engine.prefix_cache.interface import Match
 from jaxserve.engine.schedule import NO_MOVES, PageMoves, RankSchedule, ScheduledSequence
-from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.sequence import Sequence, SequenceStatus, by_order
+from jaxserve.engine.swap_space import SwapSpace
 
 _HEADROOM_DIVISOR = 100
 """A sequence is admitted beside others only if 1/100 of the pool stays free, or the next decodes would preempt it at once."""
@@ -26,6 +28,7 @@ class RankPlan:
         num_reserved: Pages that running prefills will still need for the tokens they have.
         num_behind: Tokens of running prefills that the step has no place for.
         is_short: Pages ran out: nothing is admitted in this step.
+        swap_ins: From host pages to pages.
         copies: Pages to be copied; the sources are held until the plan is done.
     """
 
@@ -36,6 +39,7 @@ class RankPlan:
     is_short: bool = False
     decodes: list[ScheduledSequence] = dataclasses.field(default_factory=list[ScheduledSequence])
     chunks: list[ScheduledSequence] = dataclasses.field(default_factory=list[ScheduledSequence])
+    swap_ins: list[tuple[int, int]] = dataclasses.field(default_factory=list[tuple[int, int]])
     copies: list[tuple[int, int]] = dataclasses.field(default_factory=list[tuple[int, int]])
 
     @property
@@ -76,12 +80,15 @@ class Rank:
         max_tokens: Token budget of a step.
         make_cache: Makes the prefix cache of its pool.
         can_copy_pages: Whether ``PageMoves.copies`` are carried out.
+        num_host_pages: Pages of host memory.
+        preemption: Whether preempted sequences go there.
         on_preempted: Told about each sequence that lost its pages; must queue it.
 
     Attributes:
         pool: The pages.
         cache: Their prefix cache.
         running: By ``order``.
+        swap_space: Its host memory.
         num_page_copies: Since the start.
     """
 
@@ -95,13 +102,17 @@ class Rank:
         max_tokens: int,
         make_cache: MakePrefixCache,
         can_copy_pages: bool,
+        num_host_pages: int,
+        preemption: Preemption,
         on_preempted: Callable[[Sequence], None],
     ) -> None:
         self.index = index
         self.pool = PagePool(num_pages, page_size)
         self.cache = make_cache(self.pool)
         self.running: list[Sequence] = []
+        self.swap_space = SwapSpace(num_host_pages, page_size)
         self.num_page_copies = 0
+        self._preemption = preemption
         self._can_copy_pages = can_copy_pages
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens
@@ -110,7 +121,9 @@ class Rank:
         self._now_s = 0.0
 
     def plan(self, now_s: float) -> RankPlan:
-        """Decides what the running sequences do in the next step, and takes the pages for it: decodes first, then prefill chunks in order."""
+        """Decides what the running sequences do in the next step, and takes the pages for it: decodes first, then prefill chunks in order, then those that
+        come back from host memory.
+        """
         pool, page_size = self.pool, self.pool.page_size
         running = list(self.running)  # preemption takes from the other one, always behind the sequence in hand and so never one that is scheduled
         num_pending = [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in running]
@@ -133,6 +146,7 @@ class Rank:
                 if num_tokens > 0:
                     plan.budget -= num_tokens
                     plan.add(_take(sequence, num_tokens))
+        self._swap_in(plan)
         return plan
 
     def room_for(self, sequence: Sequence, plan: RankPlan) -> Room | None:
@@ -140,10 +154,10 @@ class Rank:
 
         Without those pages a preempted sequence would come back at once, only to be preempted again before it has caught up.
         """
-        if plan.is_short or plan.budget <= 0 or not self._free_slots:
+        swapped = self.swap_space.sequences
+        if not self._is_open(plan) or (swapped and swapped[0].order < sequence.order):
             return None
-        pool = self.pool
-        headroom = pool.num_pages // _HEADROOM_DIVISOR if self.running else 0
+        pool, headroom = self.pool, self._headroom
         num_spare = pool.num_available - plan.num_reserved - headroom - pool.pages_for(len(sequence.token_ids))
         match = self.cache.match(sequence.cache_path, len(sequence.token_ids) - 1)  # the last token is always computed: it gives the logits
         matches = (match, Match(match.page_ids)) if match.copy_page_id is not None else (match,)
@@ -156,25 +170,19 @@ class Rank:
 
     def start(self, sequence: Sequence, plan: RankPlan, room: Room) -> None:
         """Starts a sequence in the room that ``room_for`` found."""
-        sequence.status = SequenceStatus.RUNNING
-        sequence.rank = self.index
-        sequence.slot = self._free_slots.pop()
-        bisect.insort(self.running, sequence, key=_order)
         self._share(sequence, plan, room.match)
         sequence.num_computed_tokens = room.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(room.num_cached_tokens, sequence.num_prompt_tokens)
-        num_pending = len(sequence.token_ids) - room.num_cached_tokens
-        num_tokens = min(num_pending, plan.budget)
-        has_room = self._grow(sequence, self.pool.pages_for(room.num_cached_tokens + num_tokens) - len(sequence.page_ids), plan)
-        assert has_room
-        plan.budget -= num_tokens
-        plan.num_reserved += self.pool.pages_for(len(sequence.token_ids)) - len(sequence.page_ids)
-        plan.num_behind += num_pending - num_tokens
-        plan.add(_take(sequence, num_tokens))
+        self._run(sequence, plan)
 
-    def finish_plan(self, plan: RankPlan) -> RankSchedule:
-        """The finished part of the step. Pages that its chunks fill can be shared from the next step on."""
+    def finish_plan(self, plan: RankPlan, *, runs: bool) -> RankSchedule:
+        """The finished part of the step. Pages that its chunks fill can be shared from the next step on.
+
+        Args:
+            plan: From ``plan``.
+            runs: Whether the step has sequences, of this rank or another. Swaps out that a step without any has led to go with the next one.
+        """
         for scheduled in plan.chunks:
             sequence, end = scheduled.sequence, scheduled.start + scheduled.num_tokens
             num_full = end // self.pool.page_size
@@ -182,7 +190,8 @@ class Rank:
                 self.cache.insert(sequence.cache_path, sequence.page_ids[:num_full], self._now_s, release=False)
         self.pool.release(source for source, _ in plan.copies)
         num_tokens = len(plan.decodes) + sum(scheduled.num_tokens for scheduled in plan.chunks)
-        moves = PageMoves(copies=tuple(plan.copies)) if plan.copies else NO_MOVES
+        swap_outs = self.swap_space.take_moves() if runs else ()
+        moves = PageMoves(swap_outs, tuple(plan.swap_ins), tuple(plan.copies)) if swap_outs or plan.swap_ins or plan.copies else NO_MOVES
         return RankSchedule((*plan.decodes, *plan.chunks), len(plan.decodes), num_tokens, moves)
 
     def remove(self, sequence: Sequence, *, is_sound: bool = True, keep_s: float = 0.0) -> None:
@@ -197,7 +206,7 @@ class Rank:
             num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self.pool.page_size
             keep_until_s = self._now_s + keep_s if keep_s else 0.0
             self.cache.insert(sequence.cache_path, sequence.page_ids[:num_full], self._now_s, release=True, keep_until_s=keep_until_s)
-        index = bisect.bisect_left(self.running, sequence.order, key=_order)
+        index = bisect.bisect_left(self.running, sequence.order, key=by_order)
         assert self.running[index] is sequence
         del self.running[index]
         self.pool.release(sequence.page_ids)
@@ -205,12 +214,21 @@ class Rank:
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
-    def preempt(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """Takes everything from a running sequence and hands it back; ``is_sound`` as for ``remove``."""
-        self.remove(sequence, is_sound=is_sound)
-        sequence.status = SequenceStatus.WAITING
-        sequence.num_computed_tokens = 0
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes slot and pages from a running sequence. What it has computed goes to host memory, or is computed again some day."""
+        num_pages = len(sequence.page_ids)
+        num_shared = next((index for index, page_id in enumerate(sequence.page_ids) if not self.pool.is_shared(page_id)), num_pages)
+        num_lost = sequence.num_computed_tokens - num_shared * self.pool.page_size  # others keep the shared pages in the prefix cache
+        swaps = self.swap_space.has_room(num_pages) and self._preemption.swaps(num_pages=num_pages, num_tokens=num_lost)
+        if swaps:
+            self.swap_space.swap_out(sequence)
+        self.remove(sequence, is_sound=not swaps)
         sequence.num_preemptions += 1
+        if swaps:
+            sequence.status = SequenceStatus.SWAPPED
+        else:
+            sequence.status = SequenceStatus.WAITING
+            sequence.num_computed_tokens = 0
         self._on_preempted(sequence)
 
     def check_integrity(self) -> None:
@@ -228,6 +246,47 @@ class Rank:
         assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "sequence slots are leaked or owned twice"
         self.pool.check_integrity((sequence.page_ids for sequence in self.running), self.cache.cached_page_ids())
         self.cache.check_integrity()
+        for sequence in self.swap_space.sequences:
+            assert sequence.status is SequenceStatus.SWAPPED and sequence.rank == self.index and sequence.slot == -1 and not sequence.page_ids
+            assert 0 < sequence.num_computed_tokens <= len(sequence.token_ids)
+            assert len(sequence.host_page_ids) == self.pool.pages_for(sequence.num_computed_tokens)
+        self.swap_space.check_integrity()
+
+    @property
+    def _headroom(self) -> int:
+        """Pages to stay available when a sequence starts."""
+        return self.pool.num_pages // _HEADROOM_DIVISOR if self.running else 0
+
+    def _is_open(self, plan: RankPlan) -> bool:
+        """Whether another sequence can start in this step at all."""
+        return not plan.is_short and plan.budget > 0 and bool(self._free_slots)
+
+    def _swap_in(self, plan: RankPlan) -> None:
+        """Brings sequences back from host memory, in order, while there is room for all the tokens they have."""
+        pool, swapped = self.pool, self.swap_space.sequences
+        while swapped and self._is_open(plan):
+            sequence = swapped[0]
+            num_pages = pool.pages_for(len(sequence.token_ids))
+            if sequence.num_computed_tokens == len(sequence.token_ids) or num_pages + plan.num_reserved + self._headroom > pool.num_available:
+                return
+            sequence.page_ids = self._allocate(len(sequence.host_page_ids))
+            plan.swap_ins += self.swap_space.swap_in(sequence, sequence.page_ids)
+            self._run(sequence, plan)
+
+    def _run(self, sequence: Sequence, plan: RankPlan) -> None:
+        """Makes a sequence, which holds the pages of what it has computed, one of the running, with as many tokens in this step as the budget has."""
+        sequence.status = SequenceStatus.RUNNING
+        sequence.rank = self.index
+        sequence.slot = self._free_slots.pop()
+        bisect.insort(self.running, sequence, key=by_order)
+        start, end = sequence.num_computed_tokens, len(sequence.token_ids)
+        num_tokens = min(end - start, plan.budget)
+        has_room = self._grow(sequence, self.pool.pages_for(start + num_tokens) - len(sequence.page_ids), plan)
+        assert has_room
+        plan.budget -= num_tokens
+        plan.num_reserved += self.pool.pages_for(end) - len(sequence.page_ids)
+        plan.num_behind += end - start - num_tokens
+        plan.add(_take(sequence, num_tokens))
 
     def _fit_chunk(self, sequence: Sequence, num_tokens: int, plan: RankPlan) -> int:
         """Takes pages for a chunk of up to ``num_tokens`` tokens. Returns the tokens that found room; 0 for none."""
@@ -272,15 +331,11 @@ class Rank:
         """Preempts sequences behind this one until ``num_pages`` are available. Returns whether they are."""
         while self.pool.num_available < num_pages:
             plan.is_short = True
-            behind = self.running[bisect.bisect_right(self.running, sequence.order, key=_order) :]
+            behind = self.running[bisect.bisect_right(self.running, sequence.order, key=by_order) :]
             if not behind:
                 return False
             self.preempt(min(behind, key=_progress))
         return True
-
-
-def _order(sequence: Sequence) -> tuple[float, int]:
-    return sequence.order
 
 
 def _progress(sequence: Sequence) -> tuple[int, float, int]:

@@ -16,11 +16,12 @@ from types import MappingProxyType
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.batching import make_batching
+from jaxserve.engine.preemption import Preemption
 from jaxserve.engine.prefix_cache.choice import MakePrefixCache
 from jaxserve.engine.prefix_cache.interface import NoPrefixCache
 from jaxserve.engine.queue_policy import make_key, make_queue
 from jaxserve.engine.rank import Rank, RankPlan, Room
-from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason
@@ -73,6 +74,8 @@ class Scheduler:
         num_ranks: Data ranks.
         make_cache: Makes a rank's prefix cache.
         can_copy_pages: Whether the runner copies pages.
+        num_host_pages: Host pages of each rank, for preempted sequences.
+        costs: What the runner measured.
         session_ttl_s: How much longer than others the pages of a sequence with a session are kept.
         weights: Of the tenants, by name, for ``order=fair``.
         place: Chooses between ranks.
@@ -96,6 +99,8 @@ class Scheduler:
         num_ranks: int = 1,
         make_cache: MakePrefixCache = lambda _: NoPrefixCache(),
         can_copy_pages: bool = True,
+        num_host_pages: int = 0,
+        costs: RunnerCosts | None = None,
         session_ttl_s: float = 0.0,
         weights: Mapping[str, float] = MappingProxyType({}),
         place: Placement = soonest,
@@ -116,6 +121,8 @@ class Scheduler:
                 max_tokens=config.max_tokens_per_step,
                 make_cache=make_cache,
                 can_copy_pages=can_copy_pages,
+                num_host_pages=num_host_pages,
+                preemption=Preemption(config.preemption, costs),
                 on_preempted=self._on_preempted,
             )
             for index in range(num_ranks)
@@ -130,6 +137,7 @@ class Scheduler:
         self._charges = config.order == "fair"
         self._num_slots = num_ranks * config.max_num_seqs
         self._place = place
+        self._paused: set[Sequence] = set()
         self._arrivals = itertools.count()
         self._preempted: list[Sequence] = []  # since the last schedule
 
@@ -140,6 +148,19 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return sum(len(rank.running) for rank in self.ranks)
+
+    @property
+    def num_swapped(self) -> int:
+        return sum(len(rank.swap_space.sequences) for rank in self.ranks)
+
+    @property
+    def num_paused(self) -> int:
+        return len(self._paused)
+
+    @property
+    def num_swap_outs(self) -> int:
+        """Preemptions since the start that went to host memory."""
+        return sum(rank.swap_space.num_swap_outs for rank in self.ranks)
 
     @property
     def num_pages(self) -> int:
@@ -168,7 +189,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return len(self._waiting) > 0 or any(rank.running for rank in self.ranks)
+        return len(self._waiting) > 0 or any(rank.running or rank.swap_space.sequences for rank in self.ranks)
 
     @property
     def wake_at_s(self) -> float:
@@ -190,6 +211,10 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             keep_s = self._session_ttl_s if sequence.request.options.session_id is not None else 0.0
             self.ranks[sequence.rank].remove(sequence, is_sound=reason != "error", keep_s=keep_s)
+        elif sequence.status is SequenceStatus.SWAPPED:
+            self.ranks[sequence.rank].swap_space.drop(sequence)
+        elif sequence.status is SequenceStatus.PAUSED:
+            self._paused.remove(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -209,7 +234,8 @@ class Scheduler:
         self._preempted = []
         plans = [rank.plan(now_s) for rank in self.ranks]
         self._admit(plans, now_s)
-        return Schedule(tuple(rank.finish_plan(plan) for rank, plan in zip(self.ranks, plans, strict=True)), tuple(self._preempted))
+        runs = any(plan.decodes or plan.chunks for plan in plans)
+        return Schedule(tuple(rank.finish_plan(plan, runs=runs) for rank, plan in zip(self.ranks, plans, strict=True)), tuple(self._preempted))
 
     def update(self, schedule: Schedule, token_ids: SequenceOf[int]) -> list[Sequence]:
         """Takes the outcome of a step, in the order of dispatch.
@@ -236,11 +262,33 @@ class Scheduler:
         return grown
 
     def forget_pools(self) -> None:
-        """Sends every running sequence back to the queue and empties the prefix caches: for when the pools' content is lost, or the weights change."""
+        """Sends every sequence back to the queue and empties the prefix caches: for when the pools' content is lost, or the weights change."""
         for rank in self.ranks:
-            while rank.running:
-                rank.preempt(rank.running[-1], is_sound=False)
+            for sequence in [*rank.running, *rank.swap_space.sequences]:
+                self._take_all(sequence, is_sound=False)
+                sequence.status = SequenceStatus.WAITING
+                self._on_preempted(sequence)
             rank.cache.clear()
+
+    def pause(self, sequence: Sequence) -> None:
+        """Stops a sequence until ``resume``, in whatever state it is; slot and pages are free at once, the pages' content stays in the prefix cache while
+        nobody needs the room. Does nothing to one that is paused or has ended.
+        """
+        if sequence.status in (SequenceStatus.FINISHED, SequenceStatus.PAUSED):
+            return
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._take_all(sequence)
+        sequence.status = SequenceStatus.PAUSED
+        self._paused.add(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Queues a paused sequence, at its old place. Does nothing to others."""
+        if sequence.status is SequenceStatus.PAUSED:
+            self._paused.remove(sequence)
+            sequence.status = SequenceStatus.WAITING
+            self._waiting.push(sequence)
 
     def check_integrity(self) -> None:
         """Recomputes the books of every rank and of the queue.
@@ -252,8 +300,8 @@ class Scheduler:
             rank.check_integrity()
             assert not any(sequence in self._waiting for sequence in rank.running)
         self._waiting.check_integrity()
-        for sequence in self._waiting:
-            assert sequence.status is SequenceStatus.WAITING
+        for sequence in itertools.chain(self._waiting, self._paused):
+            assert sequence.status is (SequenceStatus.PAUSED if sequence in self._paused else SequenceStatus.WAITING)
             assert sequence.slot == -1 and not sequence.page_ids and sequence.num_computed_tokens == 0
 
     def _admit(self, plans: SequenceOf[RankPlan], now_s: float) -> None:
@@ -285,4 +333,15 @@ class Scheduler:
     def _on_preempted(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._preempted.append(sequence)
-        self._waiting.push(sequence)
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.push(sequence)
+
+    def _take_all(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Takes all that a running or swapped sequence holds, and what it has computed with it. Its status is the caller's to change."""
+        rank = self.ranks[sequence.rank]
+        if sequence.status is SequenceStatus.RUNNING:
+            rank.remove(sequence, is_sound=is_sound)
+        else:
+            rank.swap_space.drop(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1

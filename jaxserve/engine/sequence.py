@@ -14,6 +14,10 @@ class SequenceStatus(enum.Enum):
     """Not admitted, or preempted: holds no slot and no page."""
     RUNNING = "running"
     """Holds a slot and pages."""
+    SWAPPED = "swapped"
+    """Preempted: holds host pages."""
+    PAUSED = "paused"
+    """Its reader is slow: holds no slot and no page, and does not wait for any."""
     FINISHED = "finished"
     """Holds nothing."""
 
@@ -32,10 +36,11 @@ class Sequence:
         order: Its place among all sequences, smaller first; given once, when the scheduler takes it.
         num_computed_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run. A decode has
             ``len(token_ids) - 1`` of them; a sequence with all of them waits for a token that is still on the device.
-        rank: The data rank whose pages and slot it holds; has no meaning unless RUNNING.
+        rank: The data rank whose pages and slot it holds, or whose host pages; has no meaning unless RUNNING or SWAPPED.
         page_ids: Pages held, in order of position.
+        host_page_ids: Host pages that hold what its pages held while SWAPPED.
         slot: Index into the rank's per-sequence state on the device while RUNNING, else -1.
-        num_preemptions: How often it lost its pages.
+        num_preemptions: How often it lost its pages, whatever the reason.
         num_cached_tokens: Prompt tokens that it found in a prefix cache when it was first admitted; ``None`` before.
     """
 
@@ -49,6 +54,7 @@ class Sequence:
     num_computed_tokens: int = 0
     rank: int = 0
     page_ids: list[int] = dataclasses.field(default_factory=list[int])
+    host_page_ids: list[int] = dataclasses.field(default_factory=list[int])
     slot: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -71,3 +77,8 @@ class Sequence:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+
+def by_order(sequence: Sequence) -> tuple[float, int]:
+    """A key for sorting."""
+    return sequence.order

@@ -12,14 +12,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
-from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.request import Request, RequestOptions, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, plain_run
 
-LONGEST = 28
+LONGEST = 40
 """Tokens of prompt and output together."""
+
+RARE_STATES = ("decoding", "prefilling", "preempted", "swapped")
+STATES = ("queued", "prefilling", "decoding", "preempted", "swapped", "paused")
 
 
 class Histories(RuleBasedStateMachine):
@@ -28,15 +31,18 @@ class Histories(RuleBasedStateMachine):
     counts: Counter[str]
 
     @initialize(
-        page_size=st.sampled_from([1, 2, 4, 8]),
-        pages_over=st.integers(0, 12),
+        page_size=st.sampled_from([1, 2, 4, 8, 8]),
+        pages_over=st.integers(0, 6),
         max_num_seqs=st.integers(1, 6),
-        budget_over=st.integers(0, 20),
+        budget_over=st.sampled_from([0, 0, 1, 2, 4, 8, 20]),
         depth=st.integers(1, 3),
-        num_ranks=st.integers(1, 4),
+        num_ranks=st.sampled_from([1, 1, 1, 2, 3, 4]),
         prefix=st.sampled_from(["radix", "radix", "hash", "hash", "off"]),
         policy=st.sampled_from(["continuous", "continuous", "continuous", "continuous", "static", "dynamic"]),
         order=st.sampled_from(["fcfs", "priority", "deadline", "fair"]),
+        preemption=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        num_host_pages=st.integers(10, 80),
+        page_swap_s=st.sampled_from([0.0, 1e-3, 1.0]),
     )
     def start(
         self,
@@ -49,16 +55,24 @@ class Histories(RuleBasedStateMachine):
         prefix: str,
         policy: Literal["continuous", "static", "dynamic"],
         order: Literal["fcfs", "priority", "deadline", "fair"],
+        preemption: Literal["recompute", "swap", "auto"],
+        num_host_pages: int,
+        page_swap_s: float,
     ) -> None:
         self.num_pages = -(-LONGEST // page_size) + pages_over
         self.max_tokens = max_num_seqs + budget_over
         self.depth = depth
-        self.runner = FakeRunner(num_pages=self.num_pages, page_size=page_size, max_num_seqs=max_num_seqs, num_ranks=num_ranks)
+        self.runner = FakeRunner(num_pages=self.num_pages, page_size=page_size, max_num_seqs=max_num_seqs, num_ranks=num_ranks, num_host_pages=num_host_pages)
+        limits = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_tokens_per_step=self.max_tokens, policy=policy, order=order, preemption=preemption, max_batch_delay_s=3.0
+        )
         self.scheduler = Scheduler(
             self.num_pages,
             page_size,
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=self.max_tokens, policy=policy, order=order, max_batch_delay_s=3.0),
+            limits,
             num_ranks=num_ranks,
+            num_host_pages=num_host_pages,
+            costs=RunnerCosts(token_s=1e-3, page_swap_s=page_swap_s),
             make_cache=choose_prefix_cache(prefix),  # pyright: ignore[reportArgumentType]
             session_ttl_s=5.0,
         )
@@ -89,10 +103,11 @@ class Histories(RuleBasedStateMachine):
         tenant=st.sampled_from(["a", "b"]),
     )
 
-    @rule(family=st.integers(0, 2), shared=st.integers(0, 12), own=st.lists(st.integers(0, 1), min_size=1, max_size=4), max_tokens=st.integers(1, 8),
-          seed=st.integers(0, 3), options=options)  # fmt: skip
-    def add(self, family: int, shared: int, own: list[int], max_tokens: int, seed: int, options: RequestOptions) -> None:
-        self._add([(family + 3 * i) % 5 for i in range(shared)] + own, max_tokens, seed, options)
+    @rule(family=st.integers(0, 2), shared=st.integers(0, 14), own=st.lists(st.integers(0, 1), min_size=1, max_size=2), max_tokens=st.integers(1, 24),
+          seed=st.integers(0, 3), options=options, number=st.sampled_from([1, 3, 6]))  # fmt: skip
+    def add(self, family: int, shared: int, own: list[int], max_tokens: int, seed: int, options: RequestOptions, number: int) -> None:
+        for i in range(number):
+            self._add([(family + i // 2 + 3 * j) % 5 for j in range(shared)] + own, max_tokens, seed + i, options)
 
     @precondition(lambda self: self.finished)
     @rule(data=st.data(), cut=st.integers(0, 3), more=st.integers(0, 1), max_tokens=st.integers(1, 6), options=options)
@@ -104,12 +119,58 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        sequence = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self._count(f"abort {_state(sequence)}")
-        for _ in range(2):
-            self.scheduler.finish(sequence, "abort")
-        assert sequence.finish_reason == "abort" and not sequence.page_ids
+    def pause_or_resume(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        if sequence.status is SequenceStatus.PAUSED:
+            self.scheduler.resume(sequence)
+            self._count("resume")
+            assert sequence.status is SequenceStatus.WAITING
+        else:
+            self._pause(sequence)
+
+    def _pause(self, sequence: Sequence) -> None:
+        self.scheduler.pause(sequence)
+        assert sequence.status is SequenceStatus.PAUSED and not sequence.page_ids and not sequence.host_page_ids
+        self._count("pause")
+
+    @rule(number=st.integers(1, 3))
+    def preempt(self, number: int) -> None:
+        """As when pages run out, at a bad moment."""
+        for sequence in [sequence for sequence in self.live if sequence.status is SequenceStatus.RUNNING][-number:]:
+            swaps = self.scheduler.num_swap_outs
+            self.scheduler.ranks[sequence.rank].preempt(sequence)
+            self._count("preempt")
+            self.counts["swap"] += self.scheduler.num_swap_outs - swaps
+            assert _state(sequence) in ("preempted", "swapped")
+            self.books_add_up()
+
+    @precondition(lambda self: self.live)
+    @rule(state=st.sampled_from([*STATES, *RARE_STATES, *RARE_STATES]), number=st.integers(2, 8))
+    def abort(self, state: str, number: int) -> None:
+        """Aborts sequences of one state, which is brought about if need be."""
+        for _ in range(4):
+            if any(_state(sequence) == state for sequence in self.live):
+                break
+            if state in ("preempted", "swapped") and self.scheduler.num_running:
+                self.preempt(number)
+            elif state == "paused":
+                for sequence in self.live[-number:]:
+                    self._pause(sequence)
+            else:
+                if state == "prefilling":
+                    self._add([self.num_added % 97, *range(15)], 4, 0, RequestOptions())
+                self.dispatch()
+            self.books_add_up()
+        self._abort([sequence for sequence in self.live if _state(sequence) == state][-number:])
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self.live.remove(sequence)
+            self._count(f"abort {_state(sequence)}")
+            for _ in range(2):
+                self.scheduler.finish(sequence, "abort")
+            assert sequence.finish_reason == "abort" and not sequence.page_ids and not sequence.host_page_ids
+            self.books_add_up()
 
     @rule()
     def dispatch(self) -> None:
@@ -118,15 +179,16 @@ class Histories(RuleBasedStateMachine):
         in_flight = {row.sequence for schedule, _ in self.in_flight for row in schedule.sequences}
         first = [rank.running[0] for rank in self.scheduler.ranks if rank.running and rank.running[0] not in in_flight]
         self.now_s += 1.0
-        before = self.scheduler.num_evicted_pages
+        before, swaps = self.scheduler.num_evicted_pages, self.scheduler.num_swap_outs
         schedule = self.scheduler.schedule(self.now_s)
         if schedule.sequences:
             assert all(rank.num_tokens <= self.max_tokens for rank in schedule.ranks)
             self.in_flight.append((schedule, self.runner.dispatch(schedule)))
         assert set(first) <= {row.sequence for row in schedule.sequences}, "the first sequence of each rank moves in every step"
-        assert schedule.sequences or in_flight or not self.live or self.now_s < self.scheduler.wake_at_s < math.inf, "somebody moves"
+        assert schedule.sequences or in_flight or not self.scheduler.has_work or self.now_s < self.scheduler.wake_at_s < math.inf, "somebody moves"
         self._count("dispatch")
         self.counts["preempt"] += len(schedule.preempted)
+        self.counts["swap"] += self.scheduler.num_swap_outs - swaps
         self.counts["copy"] += sum(len(rank.moves.copies) for rank in schedule.ranks)
         self.counts["evict"] += self.scheduler.num_evicted_pages - before
 
@@ -149,7 +211,7 @@ class Histories(RuleBasedStateMachine):
             self.dispatch()
             self.books_add_up()
 
-    @precondition(lambda self: self.num_added > 6)
+    @precondition(lambda self: self.num_added > 30)
     @rule()
     def lose_pools(self) -> None:
         self.in_flight.clear()
@@ -163,11 +225,22 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_integrity()
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+        scheduler = self.scheduler
+        assert scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped + scheduler.num_paused == len(self.live)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        self._add([self.num_added % 97, *range(15)], 4, 0, RequestOptions())
+        self.dispatch()
+        self._abort(self.live[1::2])
+        for sequence in self.finished[-3:]:
+            self._add(sequence.token_ids[:16], 1, 0, sequence.request.options)
+        self.dispatch()
+        self.preempt(4)
+        self._abort(self.live[::-2])
+        for sequence in self.live:
+            self.scheduler.resume(sequence)
         for _ in range(2000):
             if not (self.live or self.in_flight):
                 break
@@ -180,15 +253,18 @@ class Histories(RuleBasedStateMachine):
 
 
 def _state(sequence: Sequence) -> str:
-    """queued, prefilling, decoding or preempted."""
+    """One of ``STATES``."""
+    if sequence.status in (SequenceStatus.SWAPPED, SequenceStatus.PAUSED):
+        return sequence.status.value
     if sequence.status is SequenceStatus.RUNNING:
         return "prefilling" if sequence.num_computed_tokens < sequence.num_prompt_tokens else "decoding"
     return "preempted" if sequence.num_preemptions else "queued"
 
 
 def test_histories() -> None:
+    """At least 20,000 events, and 500 of each kind that matters. Always the same ones, so that the numbers hold."""
     Histories.counts = Counter()
-    run_state_machine_as_test(Histories, settings=settings(max_examples=250, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(Histories, settings=settings(max_examples=750, stateful_step_count=50, deadline=None, derandomize=True, database=None))
     counts = Histories.counts
-    print(sorted(counts.items()))
-    assert counts["events"] >= 20_000
+    wanted = {"events": 20_000} | dict.fromkeys(["preempt", "swap", "evict", "copy", *(f"abort {state}" for state in STATES)], 500)
+    assert not {kind: counts[kind] for kind, number in wanted.items() if counts[kind] < number}

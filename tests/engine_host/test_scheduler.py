@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.page_pool import PagePool
-from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.engine.waiting_queue import WaitingQueue
@@ -282,3 +283,91 @@ def test_tokens_do_not_depend_on_company(
     run_to_end(scheduler, runner)
     for sequence, (prompt_len, max_tokens, seed, _) in zip(sequences, requests, strict=True):
         assert sequence.token_ids[prompt_len:] == plain_run(sequence.token_ids[:prompt_len], max_tokens, seed)
+
+
+class TestSwap:
+    def scheduler(self, kind: str, *, num_host_pages: int = 16, costs: RunnerCosts | None = None) -> tuple[Scheduler, FakeRunner]:
+        runner = FakeRunner(num_pages=4, page_size=4, num_host_pages=num_host_pages)
+        config = SchedulerConfig(max_num_seqs=4, max_tokens_per_step=16, preemption=kind)  # pyright: ignore[reportArgumentType]
+        return Scheduler(4, 4, config, num_host_pages=num_host_pages, costs=costs), runner
+
+    def run(self, scheduler: Scheduler, runner: FakeRunner) -> list[Sequence]:
+        sequences = [make_sequence("old", 7, 9, seed=1), make_sequence("young", 7, 9, seed=2)]
+        for sequence in sequences:
+            scheduler.add(sequence)
+        run_to_end(scheduler, runner)
+        for sequence in sequences:
+            assert sequence.token_ids[7:] == plain_run(sequence.token_ids[:7], 9, sequence.seed)
+        return sequences
+
+    def test_what_was_computed_is_not_computed_again(self) -> None:
+        scheduler, runner = self.scheduler("swap")
+        num_tokens = 0
+        for sequence in [make_sequence("old", 7, 9, seed=1), make_sequence("young", 7, 9, seed=2)]:
+            scheduler.add(sequence)
+        while scheduler.has_work:
+            schedule = scheduler.schedule()
+            num_tokens += schedule.ranks[0].num_tokens
+            for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+                if sequence.num_generated_tokens == 9:
+                    scheduler.finish(sequence, "length")
+            scheduler.check_integrity()
+        assert scheduler.num_swap_outs == scheduler.num_preemptions > 0
+        assert num_tokens == 2 * (7 + 8)
+
+    def test_without_room_on_the_host_it_is_recomputed(self) -> None:
+        scheduler, runner = self.scheduler("swap", num_host_pages=1)
+        self.run(scheduler, runner)
+        assert scheduler.num_swap_outs == 0 < scheduler.num_preemptions
+
+    @pytest.mark.parametrize(("page_swap_s", "swaps"), [(1e-6, True), (1.0, False)])
+    def test_auto_takes_what_costs_less_time(self, page_swap_s: float, swaps: bool) -> None:
+        scheduler, runner = self.scheduler("auto", costs=RunnerCosts(token_s=1e-3, page_swap_s=page_swap_s))
+        self.run(scheduler, runner)
+        assert (scheduler.num_swap_outs > 0) == swaps and scheduler.num_preemptions
+
+    def test_nobody_overtakes_a_swapped_sequence(self) -> None:
+        scheduler, runner = self.scheduler("swap")
+        self.run(scheduler, runner)
+        old, young, late = make_sequence("old", 7, 9), make_sequence("young", 7, 9), make_sequence("late", 1, 1)
+        scheduler.add(old)
+        scheduler.add(young)
+        while not young.num_preemptions:
+            schedule = scheduler.schedule()
+            scheduler.update(schedule, runner.dispatch(schedule).fetch())
+        scheduler.add(late)
+        while late.status is SequenceStatus.WAITING:
+            assert young.status is SequenceStatus.SWAPPED
+            schedule = scheduler.schedule()
+            for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+                if sequence is old and sequence.num_generated_tokens == 9:
+                    scheduler.finish(sequence, "length")
+            if young.status is SequenceStatus.RUNNING:
+                break
+        assert young.status is SequenceStatus.RUNNING
+
+
+class TestPause:
+    def test_a_paused_sequence_holds_nothing_and_goes_on_from_the_cache(self) -> None:
+        runner = FakeRunner()
+        config = SchedulerConfig(max_num_seqs=2, max_tokens_per_step=32)
+        scheduler = Scheduler(64, 4, config, make_cache=choose_prefix_cache("radix"))
+        paused, other = make_sequence("paused", 9, 12, seed=1), make_sequence("other", 9, 12, seed=2)
+        scheduler.add(paused)
+        scheduler.add(other)
+        for _ in range(3):
+            schedule = scheduler.schedule()
+            scheduler.update(schedule, runner.dispatch(schedule).fetch())
+        scheduler.pause(paused)
+        scheduler.pause(paused)
+        assert (scheduler.num_paused, scheduler.num_running) == (1, 1) and not paused.page_ids
+        for _ in range(3):
+            schedule = scheduler.schedule()
+            scheduler.update(schedule, runner.dispatch(schedule).fetch())
+            assert [row.sequence for row in schedule.sequences] == [other]
+        scheduler.resume(paused)
+        schedule = scheduler.schedule()
+        assert {row.sequence: row.num_tokens for row in schedule.sequences} == {other: 1, paused: 12 - 8}  # two pages of its own are in the cache
+        scheduler.update(schedule, runner.dispatch(schedule).fetch())
+        run_to_end(scheduler, runner)
+        assert paused.token_ids[9:] == plain_run(paused.token_ids[:9], 12, 1)
