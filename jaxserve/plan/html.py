@@ -110,19 +110,14 @@ def _stack(plans: Sequence[LayoutPlan], parts: dict[str, list[float]], title: st
 
 
 def _trade_plot(plans: Sequence[LayoutPlan]) -> str:
+    series: list[plots.Series] = []
+    for plan in plans:
+        assert plan.room is not None and plan.room.predicted is not None
+        ends = sorted((step.step_ms, step.tokens_per_s_per_chip) for step in (plan.steps["decode"].predicted, plan.room.predicted))
+        series.append(plots.Series(_label(plan), [x for x, _ in ends], [y for _, y in ends]))
     with plots.figure(width=6.4, height=3.6) as (drawn, (axes,)):
-        for plan in plans:
-            assert plan.room is not None and plan.room.predicted is not None
-            axes.plot(
-                [plan.steps["decode"].predicted.step_ms, plan.room.predicted.step_ms],
-                [plan.steps["decode"].predicted.tokens_per_s_per_chip, plan.full_rate], marker="o", label=_label(plan),
-            )  # fmt: skip
-        axes.set_title("From the load to a full memory, predicted")
-        axes.set_xlabel("ms a decode step")
-        axes.set_ylabel("tokens/s a chip")
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(left=0)
-        axes.legend(fontsize=8.5)
+        title = "From the load to a full memory, predicted"
+        plots.lines(axes, series, title=title, x="ms a decode step", y="tokens/s a chip", markers=True)
         return plots.to_svg(drawn)
 
 

@@ -88,7 +88,7 @@ class LayoutPlan:
     reason: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
-    steps: Mapping[StepKind, StepPlan] = dataclasses.field(default_factory=dict)
+    steps: Mapping[StepKind, StepPlan] = dataclasses.field(default_factory=dict[StepKind, StepPlan])
     room: Room | None = None
     attention: str = ""
 
@@ -270,5 +270,5 @@ def _predict(question: Question, target: Target, split: Split, work: Any) -> Pre
 
 
 def _traffic(fields: dict[str, Any]) -> Traffic:
-    lists = {name: tuple(Collective(**item) for item in fields[name]) for name in ("collectives", "sometimes")}
-    return Traffic(**{**fields, **lists})
+    lists: dict[str, Any] = {name: tuple(Collective(**item) for item in fields[name]) for name in ("collectives", "sometimes")}
+    return Traffic(**(fields | lists))

@@ -64,4 +64,5 @@ class LayoutRequest:
     @classmethod
     def from_json(cls, text: str) -> LayoutRequest:
         fields: dict[str, Any] = json.loads(text)
-        return cls(**fields | {"settings": tuple(fields["settings"]), "mesh": MeshShape(*fields["mesh"]), "load": Load(**fields["load"])})
+        parsed: dict[str, Any] = {"settings": tuple(fields["settings"]), "mesh": MeshShape(*fields["mesh"]), "load": Load(**fields["load"])}
+        return cls(**(fields | parsed))
