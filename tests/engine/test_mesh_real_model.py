@@ -1,0 +1,49 @@
+"""SmolLM2 on meshes of fake devices, through the whole engine: greedy and seeded tokens are those of one device."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig
+from jaxserve.llm import LLM
+from jaxserve.mesh_shape import MeshShape
+from jaxserve.models.loading.cache_folder import models_folder
+from jaxserve.request import SamplingParams
+from tests.engine.prompts import PROMPTS
+
+slow = pytest.mark.slow
+MESHES = [
+    MeshShape(2, 3), pytest.param(MeshShape(1, 3), marks=slow), pytest.param(MeshShape(3, 1), marks=slow), pytest.param(MeshShape(2, 1), marks=slow),
+    pytest.param(MeshShape(8, 1), marks=slow),
+]  # fmt: skip
+
+
+def tokens_on(mesh: MeshShape) -> list[tuple[int, ...]]:
+    config = Config(
+        model=ModelConfig(source="smollm2-135m", dtype="float32", max_model_len=256),
+        mesh=MeshConfig(data=mesh.data, model=mesh.model),
+        cache=CacheConfig(num_pages=32),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_tokens_per_step=64),
+        engine=EngineConfig(token_buckets=(64,), sequence_buckets=(2,), compilation_cache=False),
+    )
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True) if index % 2 else SamplingParams(seed=index, top_p=0.9, max_tokens=16, ignore_eos=True)
+        for index in range(len(PROMPTS))
+    ]
+    return [completion.token_ids for completion in LLM(config=config).generate(list(PROMPTS), params)]
+
+
+@functools.cache
+def tokens_on_one_device() -> list[tuple[int, ...]]:
+    return tokens_on(MeshShape())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_mesh_gives_the_tokens_of_one_device(mesh: MeshShape) -> None:
+    if not any((models_folder() / "smollm2-135m").glob("*.gguf")):
+        pytest.skip("smollm2-135m is not in the cache folder; `jaxserve generate --prompt hello` brings it")
+    got = tokens_on(mesh)
+    assert all(len(tokens) == 16 for tokens in got)
+    assert got == tokens_on_one_device()
