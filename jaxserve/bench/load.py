@@ -28,6 +28,7 @@ class Record:
         piece_times_s: When each piece of text came.
         text: The answer, where texts are kept.
         prompt_tokens: As the server counted; also the next two. ``None``: it did not say.
+        own_tokens: Tokens of the text by our own tokenizer; ``None`` without one.
         error: Why it did not succeed.
     """
 
@@ -42,6 +43,7 @@ class Record:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    own_tokens: int | None = None
     error: str | None = None
 
 

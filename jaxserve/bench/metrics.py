@@ -54,8 +54,9 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def output_tokens(record: Record) -> int:
-    """As the server counted, else the pieces of text: a lower bound."""
-    return len(record.piece_times_s) if record.completion_tokens is None else record.completion_tokens
+    """As the server counted, else as our own tokenizer did, else the pieces of text: a lower bound."""
+    counts = (record.completion_tokens, record.own_tokens, len(record.piece_times_s))
+    return next(count for count in counts if count is not None)
 
 
 def input_tokens(record: Record) -> int:
@@ -146,6 +147,9 @@ class Metrics:
         input_mismatches: Successful requests whose prompt the server counted otherwise than planned.
         output_mismatches: Those whose answer did not have the planned length.
         uncounted: Successful requests without usage from the server.
+        miscounted: Those for which it counted fewer tokens than it sent pieces, which cannot be.
+        recount: Output tokens by our own tokenizer over those that the server counted; near 1, as texts do not always come apart as they were put together.
+            ``None`` without both.
         cached_tokens: Prompt tokens that the server had in its cache; ``None`` where it never says.
         usd_per_million_tokens: Of output, at the given price; ``None`` without one.
     """
@@ -168,6 +172,8 @@ class Metrics:
     input_mismatches: int
     output_mismatches: int
     uncounted: int
+    miscounted: int
+    recount: float | None
     cached_tokens: int | None
     usd_per_million_tokens: float | None
     interrupted: str | None
@@ -215,6 +221,8 @@ def measure(run: Run, slo: Slo | None = None, price_per_hour: float | None = Non
         input_mismatches=sum(record.prompt_tokens not in (None, record.request.input_len) for record in good),
         output_mismatches=sum(output_tokens(record) != record.request.output_len for record in good),
         uncounted=sum(record.completion_tokens is None for record in good),
+        miscounted=sum(record.completion_tokens is not None and record.completion_tokens < len(record.piece_times_s) for record in good),
+        recount=_recount(good),
         cached_tokens=sum(cached) if cached else None,
         usd_per_million_tokens=None if price_per_hour is None or not tokens_out else price_per_hour * duration_s / 3600 / tokens_out * 1e6,
         interrupted=run.interrupted,
@@ -255,6 +263,11 @@ def _latencies(good: Sequence[Record]) -> dict[str, Spread]:
                 values[name].append(value * 1e3)
         values["itl"] += [(after - before) * 1e3 for before, after in itertools.pairwise(record.piece_times_s)]
     return {name: found for name in LATENCIES if (found := spread(values[name])) is not None}
+
+
+def _recount(good: Sequence[Record]) -> float | None:
+    both = [(record.own_tokens, record.completion_tokens) for record in good if record.own_tokens is not None and record.completion_tokens]
+    return sum(own for own, _ in both) / sum(served for _, served in both) if both else None
 
 
 def _rate(amount: float, duration_s: float) -> float:

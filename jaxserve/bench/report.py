@@ -27,6 +27,7 @@ LATENCY_HEADERS = ("TTFT ms", "TPOT ms", "E2E ms")
 
 BUSY_CORES = 0.8
 LATE_MS = 20.0
+RECOUNT_TOLERANCE = 0.1
 
 
 def to_json(result: Result, *, requests: bool = False) -> dict[str, Any]:
@@ -72,6 +73,8 @@ def to_json(result: Result, *, requests: bool = False) -> dict[str, Any]:
         "input_length_mismatches": metrics.input_mismatches,
         "output_length_mismatches": metrics.output_mismatches,
         "requests_without_usage": metrics.uncounted,
+        "requests_miscounted": metrics.miscounted,
+        "own_over_server_output_tokens": metrics.recount,
         "client_cores": metrics.client_cores,
         "p99_send_lateness_ms": None if metrics.late_ms is None else metrics.late_ms.p99,
         "broken_rows": result.broken_rows,
@@ -208,7 +211,12 @@ def warnings_of(result: Result) -> list[str]:
     if errors := dict.fromkeys(record.error for record in result.run.records if record.error):
         notes.append(f"{metrics.failed} requests failed: {'; '.join(list(filter(None, errors))[:3])}")
     if metrics.uncounted:
-        notes.append(f"{metrics.uncounted} answers came without usage: their tokens are counted as pieces of text, at least one token each")
+        how = "by the tokenizer given" if any(record.own_tokens is not None for record in result.run.records) else "as pieces of text, at least one token each"
+        notes.append(f"{metrics.uncounted} answers came without usage: their tokens are counted {how}")
+    if metrics.miscounted:
+        notes.append(f"for {metrics.miscounted} answers the server counted fewer tokens than it sent pieces of text")
+    if metrics.recount is not None and abs(metrics.recount - 1) > RECOUNT_TOLERANCE:
+        notes.append(f"the tokenizer given finds {metrics.recount:.2f} times the output tokens that the server counted: is it the served model's?")
     if metrics.input_mismatches:
         notes.append(f"{metrics.input_mismatches} prompts were not of the planned length by the server's count ({result.info.prompt_source})")
     elif not result.info.exact_prompts and result.info.prompt_source:

@@ -62,14 +62,12 @@ class RunOptions:
         timeout_s: Of one request.
         slo: For goodput.
         price_per_hour: Of the server.
-        keep_text: Keep the answers' texts.
     """
 
     num_warmup: int = 2
     timeout_s: float = 600.0
     slo: Slo | None = None
     price_per_hour: float | None = None
-    keep_text: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +109,13 @@ class Session:
         target: Takes the load.
         info: For reports.
         read_metrics: Reads the server's own figures, ``None`` where it shows none.
-        count_tokens: For lengths that come as texts.
+        count_tokens: A local tokenizer's count of a text, where there is one: for lengths that come as texts, and to check what the server counts.
     """
 
     target: Target
     info: ServerInfo
     read_metrics: Callable[[], Any]
-    count_tokens: Callable[[str], int]
+    count_tokens: Callable[[str], int] | None
 
     async def run(
         self, workload: Workload, options: RunOptions, *, observer: Callable[[int | None], Observer] | None = None, stop: asyncio.Event | None = None
@@ -140,7 +138,7 @@ class Session:
             logger.warning("%d rows of the workload's files cannot be read and are left out", broken)
 
         def sessions(seed: int) -> Any:
-            return plan(dataclasses.replace(workload, seed=seed), sources, self.count_tokens)
+            return plan(dataclasses.replace(workload, seed=seed), sources, self.count_tokens or estimate_tokens)
 
         if options.num_warmup:
             first = (requests[:1] for requests in sessions(workload.seed + WARMUP_SEED_OFFSET))
@@ -159,12 +157,14 @@ class Session:
                 concurrency=workload.concurrency if workload.arrival == "closed" else None,
                 duration_s=workload.duration_s,
                 timeout_s=options.timeout_s,
-                keep_text=options.keep_text,
+                keep_text=self.count_tokens is not None,
                 observer=observer(total) if observer else None,
                 stop=stop,
             )
         if not (stop and stop.is_set()):
             _require_answers(run, "run")
+        if (count := self.count_tokens) is not None:
+            run = dataclasses.replace(run, records=tuple(dataclasses.replace(record, own_tokens=count(record.text)) for record in run.records))
         return Result(workload, self.info, measure(run, options.slo, options.price_per_hour), figures(), run, broken)
 
     @contextlib.asynccontextmanager
@@ -216,7 +216,7 @@ async def open_session(options: ServerOptions, workload: Workload) -> AsyncGener
         info = ServerInfo(
             url, model, "openai" if workload.endpoint == "completions" else "openai-chat", target.prompts.source, target.prompts.exact, target.fields
         )
-        yield Session(target, info, lambda: read_samples(client), options.count_tokens or estimate_tokens)
+        yield Session(target, info, lambda: read_samples(client), options.count_tokens)
     finally:
         await client.close()
 

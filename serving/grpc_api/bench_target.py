@@ -12,7 +12,7 @@ import grpc.aio
 
 from jaxserve.bench.plan import PlannedRequest
 from jaxserve.bench.prompts import IdPrompts
-from jaxserve.bench.session import ServerInfo, ServerOptions, Session, estimate_tokens
+from jaxserve.bench.session import ServerInfo, ServerOptions, Session
 from jaxserve.bench.target import RequestFailedError, Stream
 from jaxserve.bench.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
@@ -92,7 +92,7 @@ async def open_grpc_session(options: ServerOptions, workload: Workload) -> Async
         if workload.priorities:
             fields["priority"] = workload.priorities[0]
         target = GrpcTarget(stub, info.model, metadata, fields, IdPrompts.within(info.vocab_size))
-        yield Session(target, ServerInfo(address, info.model, "grpc", "token ids", True, fields), _no_metrics, options.count_tokens or estimate_tokens)
+        yield Session(target, ServerInfo(address, info.model, "grpc", "token ids", True, fields), _no_metrics, options.count_tokens)
 
 
 async def _no_metrics() -> None:

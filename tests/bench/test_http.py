@@ -20,6 +20,7 @@ from jaxserve.bench.openai_target import OpenAITarget
 from jaxserve.bench.plan import plan
 from jaxserve.bench.processes import cpu_use, read_cpu
 from jaxserve.bench.prompts import IdPrompts
+from jaxserve.bench.report import warnings_of
 from jaxserve.bench.session import Result, RunOptions, ServerOptions, open_session
 from jaxserve.bench.sse import EventReader
 from jaxserve.bench.target import RequestFailedError, Stream
@@ -217,6 +218,18 @@ def test_answers_without_usage_are_counted_by_their_pieces() -> None:
     result = asyncio.run(bench(fake(usage=False)))
     assert result.metrics.uncounted == 1
     assert result.metrics.output_tokens == 3
+
+
+def test_a_tokenizer_counts_answers_too() -> None:
+    def count(text: str) -> int:
+        return len(text.split())
+
+    silent = asyncio.run(bench(fake(usage=False), count_tokens=count))
+    assert (silent.metrics.uncounted, silent.metrics.output_tokens, silent.metrics.recount) == (1, 3, None)
+    assert asyncio.run(bench(fake(), count_tokens=count)).metrics.recount == 1
+    wrong = asyncio.run(bench(fake(), count_tokens=lambda text: 2 * count(text)))
+    assert wrong.metrics.recount == 2
+    assert any("is it the served model's?" in warning for warning in warnings_of(wrong))
 
 
 def test_figures_of_the_server_are_read() -> None:

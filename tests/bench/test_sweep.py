@@ -23,7 +23,7 @@ async def no_metrics() -> None:
 
 
 async def search(model: FakeModel, workload: Workload, slo: Slo, **options: Any) -> MaxRate:
-    session = Session(FakeTarget(model), INFO, no_metrics, len)
+    session = Session(FakeTarget(model), INFO, no_metrics, None)
 
     async def run(work: Workload) -> Any:
         return await session.run(work, RunOptions(num_warmup=0, slo=slo))
@@ -68,7 +68,7 @@ def test_answers_must_keep_up_however_loose_the_slo(virtual: Virtual) -> None:
 
 def test_refusals_are_too_much(virtual: Virtual) -> None:
     async def main() -> MaxRate:
-        session = Session(FakeTarget(FakeModel(0.375, 0.125), refuse=frozenset(range(20, 10_000))), INFO, no_metrics, len)
+        session = Session(FakeTarget(FakeModel(0.375, 0.125), refuse=frozenset(range(20, 10_000))), INFO, no_metrics, None)
 
         async def run(work: Workload) -> Any:
             return await session.run(work, RunOptions(num_warmup=0, slo=slo))
