@@ -150,6 +150,7 @@ class EngineConfig:
         warmup: Compile every bucket before the engine is ready.
         compilation_cache: Keep compiled programs on disk in the user's cache folder.
         compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
+        compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
         check_integrity: Check the page pool's books when the engine falls idle.
     """
 
@@ -159,6 +160,7 @@ class EngineConfig:
     sequence_buckets: Annotated[tuple[int, ...], Ascending()] = ()
     warmup: bool = True
     compilation_cache: bool = True
+    compiled: Annotated[str, NotBlank()] | None = None
     compiled: Annotated[str, NotBlank()] | None = None
     check_integrity: bool = True
 

@@ -88,3 +88,7 @@ class BenchmarkError(JaxserveError):
 
 class CompileError(JaxserveError):
     """A compiler gave up, or the process that it ran in died."""
+
+
+class CompileError(JaxserveError):
+    """A compiler gave up, or the process that it ran in died."""

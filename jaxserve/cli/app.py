@@ -13,6 +13,7 @@ import typer
 from jaxserve import __version__
 from jaxserve.cli.bench import bench
 from jaxserve.cli.chat import chat
+from jaxserve.cli.compile import compile_programs
 from jaxserve.cli.convert import convert_model
 from jaxserve.cli.generate import generate
 from jaxserve.cli.kernels import kernels
@@ -42,6 +43,7 @@ app.command("generate", rich_help_panel="Use a model")(generate)
 app.command("chat", rich_help_panel="Use a model")(chat)
 app.command("models", rich_help_panel="Manage models and settings")(models)
 app.command("convert", rich_help_panel="Manage models and settings")(convert_model)
+app.command("compile", rich_help_panel="Manage models and settings")(compile_programs)
 app.command("config", rich_help_panel="Manage models and settings")(show_config)
 app.command("plan", rich_help_panel="Measure")(plan)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")

@@ -11,6 +11,7 @@ import typer
 
 from jaxserve.cli.options import (
     ONE_SHOT_DEFAULTS,
+    CompiledOption,
     ConfigFiles,
     Debug,
     MaxTokens,
@@ -50,6 +51,7 @@ def generate(
     config: ConfigFiles = None,
     platform: PlatformOption = None,
     mesh: MeshOption = None,
+    compiled: CompiledOption = None,
     debug: Debug = False,
 ) -> None:
     """Continue one or more prompts with MODEL (default: smollm2-135m), all in one batch. Results go to stdout, logs to stderr.
@@ -62,7 +64,7 @@ def generate(
     """
     if not prompt:
         raise typer.BadParameter("at least one is needed", param_hint="--prompt")
-    resolved = resolve_config(words, config, platform=platform, mesh=mesh, debug=debug, defaults=ONE_SHOT_DEFAULTS)
+    resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
     from jaxserve.engine.params import resolve_params

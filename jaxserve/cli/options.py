@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxserve.config import Config, load_config
+from jaxserve.engine.program_manifest import read_manifest
 from jaxserve.log import set_up_logging
 from jaxserve.mesh_shape import parse_mesh
 
@@ -54,6 +55,13 @@ MeshOption = Annotated[
         rich_help_panel=_CONFIG_PANEL, show_default="one device on CPU, else all on model",
     ),
 ]  # fmt: skip
+CompiledOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--compiled", metavar="DIR", help="Take programs from a folder that jaxserve compile made, and settings that nothing else sets. Trusted as code.",
+        rich_help_panel=_CONFIG_PANEL, show_default=False,
+    ),
+]  # fmt: skip
 Debug = Annotated[bool, typer.Option("--debug", metavar="", help="Log everything, and print tracebacks.", rich_help_panel=_CONFIG_PANEL)]
 
 MaxTokens = Annotated[
@@ -84,6 +92,7 @@ def resolve_config(
     *,
     platform: PlatformName | None = None,
     mesh: str | None = None,
+    compiled: Path | None = None,
     debug: bool = False,
     flags: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -95,6 +104,7 @@ def resolve_config(
         files: As given with ``--config``.
         platform: As given with ``--platform``.
         mesh: As given with ``--mesh``.
+        compiled: As given with ``--compiled``: what its programs were compiled for is the default.
         debug: Whether ``--debug`` was given.
         flags: Full key -> value of the options that stand for a key; ``None`` where one was not given.
         defaults: Full key -> value where the command's own default is another than the configuration's.
@@ -106,6 +116,8 @@ def resolve_config(
     set_up_logging("debug" if debug else None)
     model, overrides = split_words(words or ())
     axes = {} if mesh is None else {f"mesh.{axis}": size for axis, size in parse_mesh(mesh).items()}
+    if compiled is not None:
+        defaults = read_manifest(compiled).settings() | dict(defaults) | {"engine.compiled": str(compiled)}
     values = {"model.source": model, "platform": platform and platform.value, **axes, **(flags or {})}
     return load_config(files or (), overrides, {key: value for key, value in values.items() if value is not None}, defaults=defaults)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxserve.cli.options import ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
+from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.cli.progress import progress_bars
 from jaxserve.config import summarize
 from jaxserve.platform import choose_platform
@@ -41,6 +41,7 @@ def run(
     config: ConfigFiles = None,
     platform: PlatformOption = None,
     mesh: MeshOption = None,
+    compiled: CompiledOption = None,
     debug: Debug = False,
 ) -> None:
     """Serve MODEL (default: smollm2-135m) over an OpenAI-compatible HTTP API and gRPC. Ctrl-C finishes running requests, then ends.
@@ -58,6 +59,7 @@ def run(
         config,
         platform=platform,
         mesh=mesh,
+        compiled=compiled,
         debug=debug,
         flags={
             "server.host": host,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxserve.config import Config
+from jaxserve.engine.compiled_folder import CompiledFolder, compile_program, live_facts
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import PoolPlan, num_host_pages
@@ -16,7 +19,7 @@ from jaxserve.engine.memory import device_memory, release_unused
 from jaxserve.engine.programs import plan_programs
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.errors import ConfigError
-from jaxserve.mesh import make_layout
+from jaxserve.mesh import Layout, make_layout
 from jaxserve.mesh_shape import MeshShape, choose_mesh_shape
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
@@ -57,7 +60,8 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
 
     checkpoint = open_checkpoint(config.model, progress=progress)
     spec = fit_model(checkpoint.spec, config, mesh_shape)
-    max_model_len = _max_model_len(config, checkpoint)
+    folder = _open_compiled(config, layout, spec)
+    max_model_len = max_model_len_of(config, spec, checkpoint.name)
     tokenizer = load_tokenizer(checkpoint, chat_template=config.model.chat_template)
     model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
     params = checkpoint.load_params(model, layout=layout, progress=progress)
@@ -66,13 +70,19 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=device_memory(device))
     logger.info("%s, mesh %s: jax %s, layers: %s, attention: %s", device.device_kind, mesh_shape, jax.__version__, execution.layers, plan.attention.name)
     _log_what_fits(params, plan, max_model_len)
-    runner = DeviceRunner(
-        model, params, plan, buckets, max_num_seqs=config.scheduler.max_num_seqs, num_host_pages=num_host_pages(plan, config.cache, is_cpu=is_cpu)
-    )
-    if config.engine.warmup:
-        runner.warmup(None if progress is None else lambda done, total: progress("compiling", done, total))
-    else:
-        logger.info("no warm-up: programs are compiled when they are needed")
+    with contextlib.nullcontext() if folder is None else folder.in_use():
+        runner = DeviceRunner(
+            model, params, plan, buckets,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            num_host_pages=num_host_pages(plan, config.cache, is_cpu=is_cpu),
+            compile_program=compile_program if folder is None else folder.compile,
+        )  # fmt: skip
+        if config.engine.warmup:
+            runner.warmup(None if progress is None else lambda done, total: progress("compiling", done, total))
+        else:
+            logger.info("no warm-up: programs are compiled when they are needed")
+    if folder is not None and config.engine.warmup:
+        folder.log_summary()
     release_unused()
     return make_engine(runner, tokenizer, model, checkpoint, config)
 
@@ -96,12 +106,23 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
     return fitted
 
 
-def _max_model_len(config: Config, checkpoint: Checkpoint) -> int:
-    longest = checkpoint.spec.max_position
+def _open_compiled(config: Config, layout: Layout, spec: ModelSpec) -> CompiledFolder | None:
+    if config.engine.compiled is None:
+        return None
+    return CompiledFolder(Path(config.engine.compiled), facts=live_facts(list(layout.mesh.devices.flat)), config=config, spec=spec)
+
+
+def max_model_len_of(config: Config, spec: ModelSpec, name: str) -> int:
+    """Most tokens of a sequence.
+
+    Raises:
+        ConfigError: More than the model was made for.
+    """
+    longest = spec.max_position
     if config.model.max_model_len is None:
         return longest
     if not 2 <= config.model.max_model_len <= longest:
-        raise ConfigError(f"model.max_model_len must be in [2, {longest}] (the limit of {checkpoint.name}), got {config.model.max_model_len}")
+        raise ConfigError(f"model.max_model_len must be in [2, {longest}] (the limit of {name}), got {config.model.max_model_len}")
     return config.model.max_model_len
 
 

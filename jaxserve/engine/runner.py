@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, packed_prefill
+from jaxserve.engine.compiled_folder import CompileProgram, compile_program
 from jaxserve.engine.kv_cache import PoolPlan
 from jaxserve.engine.page_mover import PAGES_A_CALL, PageMover
 from jaxserve.engine.programs import lower_bucket
@@ -52,12 +53,23 @@ class DeviceRunner:
         buckets: The shapes to compile for.
         max_num_seqs: Sequence slots of a data rank.
         num_host_pages: Pages of host memory for each data rank's swapped pages; 0 swaps nothing.
+        compile_program: Compiles a bucket's step, or finds it compiled.
 
     Attributes:
         num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
     """
 
-    def __init__(self, model: Model, params: Params, pool_plan: PoolPlan, buckets: Buckets, *, max_num_seqs: int, num_host_pages: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        pool_plan: PoolPlan,
+        buckets: Buckets,
+        *,
+        max_num_seqs: int,
+        num_host_pages: int = 0,
+        compile_program: CompileProgram = compile_program,
+    ) -> None:
         self.num_ranks = pool_plan.layout.shape.data
         self.num_pages = pool_plan.shape.num_pages
         self.page_size = pool_plan.shape.page_size
@@ -74,6 +86,7 @@ class DeviceRunner:
         self._pool_plan = pool_plan
         self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs, num_ranks=self.num_ranks)
         self._mover = PageMover(pool_plan, num_host_pages)
+        self._compile_program = compile_program
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._warm = False
         self._reset()
@@ -130,7 +143,7 @@ class DeviceRunner:
         return {bucket: analysis.temp_size_in_bytes for bucket, analysis in analyses.items() if analysis is not None}
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        compiled = lower_bucket(self._model, self._params, self._pool_plan, bucket, max_num_seqs=self.max_num_seqs).compile()
+        compiled = self._compile_program(lower_bucket(self._model, self._params, self._pool_plan, bucket, max_num_seqs=self.max_num_seqs), bucket)
         self._compiled[bucket] = compiled
         return compiled
 

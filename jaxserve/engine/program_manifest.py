@@ -1,0 +1,192 @@
+"""What a folder of compiled programs says of itself: ``manifest.json``, its reading and checking, and how it differs from a live engine. Imports no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxserve.config import Config, load_config, to_yaml
+from jaxserve.errors import ConfigError
+
+MANIFEST = "manifest.json"
+PROGRAMS = "programs"
+FORMAT = 1
+
+COMPILED_KEYS = (
+    "model.dtype", "model.max_model_len", "mesh.data", "mesh.model", "mesh.replicate_kv_heads", "sharding.vocab", "sharding.kv_heads", "sharding.mlp",
+    "sharding.width", "cache.page_size", "cache.num_pages", "cache.dtype", "scheduler.max_num_seqs", "scheduler.max_tokens_per_step", "engine.attention",
+    "engine.layers", "engine.token_buckets", "engine.sequence_buckets",
+)  # fmt: skip
+"""Keys of the configuration that programs hang on."""
+
+_MAX_MANIFEST_BYTES = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What compiled programs hang on, beside the program itself.
+
+    Args:
+        jax: Version; also ``jaxlib``.
+        runtime: What compiled and what will run it, in its own words.
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+        device_kind: As the devices call themselves.
+        coords: Of the mesh's devices, in its order, where they have some.
+        num_devices: Of the mesh.
+        flags: Of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS``, without those that change no program.
+    """
+
+    jax: str
+    jaxlib: str
+    runtime: str
+    platform: str
+    device_kind: str
+    coords: tuple[tuple[int, ...], ...] | None
+    num_devices: int
+    flags: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One compiled program.
+
+    Args:
+        name: Of its bucket, such as ``decode_8`` or ``mixed_128x8``; of others what jax calls it and a part of its key.
+        file: Below the folder.
+        num_bytes: Of the file.
+        sha256: Of the file.
+        key: Under which jax's compilation cache looks for it.
+        program_sha256: Of what was compiled, as StableHLO text; empty for programs that are no step.
+        compile_s: What it took.
+        temp_bytes: Device memory beyond arguments and results; ``None`` for programs that are no step.
+    """
+
+    name: str
+    file: str
+    num_bytes: int
+    sha256: str
+    key: str
+    program_sha256: str = ""
+    compile_s: float = 0.0
+    temp_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A whole folder.
+
+    Args:
+        jaxserve: Version.
+        made: When, as ISO 8601.
+        target: Such as ``v6e:2x4``; empty for the devices of the machine that it was made on.
+        facts: Of that machine and target.
+        config: The resolved configuration, in sections, without the server's.
+        spec_sha256: Of the model's description.
+        programs: All of them.
+    """
+
+    jaxserve: str
+    made: str
+    target: str
+    facts: Facts
+    config: Mapping[str, Any]
+    spec_sha256: str
+    programs: tuple[Program, ...]
+
+    @property
+    def is_for_absent_chips(self) -> bool:
+        """Whether no device ran what was compiled, nor named the runtime that will."""
+        return bool(self.target)
+
+    def settings(self) -> dict[str, Any]:
+        """Full key -> value: what an engine must be given to meet these programs."""
+        flat = flatten(self.config)
+        return {key: flat[key] for key in ("model.source", "model.revision", *COMPILED_KEYS)}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks a folder's manifest.
+
+    Raises:
+        ConfigError: There is none, or it is not one.
+    """
+    file = folder / MANIFEST
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{folder} is no folder of compiled programs: cannot read its {MANIFEST}: {error.strerror}") from None
+    try:
+        tree: Any = json.loads(data)
+        if tree["format"] != FORMAT:
+            raise ConfigError(f"{file} has format {tree['format']!r}; this version of jaxserve reads {FORMAT}: compile anew")
+        facts, programs = tree["facts"], tree["programs"]
+        coords = facts["coords"]
+        manifest = Manifest(
+            jaxserve=str(tree["jaxserve"]),
+            made=str(tree["made"]),
+            target=str(tree["target"]),
+            facts=Facts(**facts | {"coords": coords and tuple(tuple(place) for place in coords), "flags": tuple(facts["flags"])}),
+            config=dict(tree["config"]),
+            spec_sha256=str(tree["spec_sha256"]),
+            programs=tuple(Program(**program) for program in programs),
+        )
+        load_config(values=manifest.settings())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is no manifest of compiled programs: {type(error).__name__}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    for program in manifest.programs:
+        if Path(program.file).parts != (PROGRAMS, Path(program.file).name):
+            raise ConfigError(f"{file}: a program lies at {program.file!r}; must be a file in {PROGRAMS}/")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest, last of a folder's files."""
+    tree = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    (folder / MANIFEST).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sections(config: Config) -> dict[str, Any]:
+    """A configuration as plain data, without the server's section, which compiles to nothing and holds secrets."""
+    tree: dict[str, Any] = yaml.safe_load(to_yaml(config))
+    del tree["server"]
+    return tree
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of keys -> full key -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def sha256(data: bytes | str) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+def differences(manifest: Manifest, facts: Facts, config: Config, spec_sha256: str) -> list[str]:
+    """What is otherwise on this machine than where the folder was made, in words. Empty where nothing is."""
+    found: list[str] = []
+    here, there = dataclasses.asdict(facts), dataclasses.asdict(manifest.facts)
+    unknown = {"runtime"} if manifest.is_for_absent_chips and facts.platform == "gpu" else set[str]()  # a compiler alone does not know CUDA's version
+    found += [f"{name} is {_short(here[name])}, was {_short(there[name])}" for name in here if name not in unknown and here[name] != there[name]]
+    if spec_sha256 != manifest.spec_sha256:
+        found.append("the model is another")
+    mine, made = flatten(sections(config)), manifest.settings()
+    found += [f"{key} is {_short(mine[key])}, was {_short(made[key])}" for key in COMPILED_KEYS if mine[key] is not None and mine[key] != made[key]]
+    return found
+
+
+def _short(value: object) -> str:
+    text = " ".join(value) if isinstance(value, Sequence) and all(isinstance(item, str) for item in value) and not isinstance(value, str) else str(value)
+    first = text.strip().splitlines()[0] if text.strip() else "none"
+    return first if len(first) <= 60 else f"{first[:57]}..."
