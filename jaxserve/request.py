@@ -86,6 +86,7 @@ class RequestOptions:
         priority: Smaller runs first, where ``scheduler.order`` is ``priority``; in ``[-MAX_PRIORITY, MAX_PRIORITY]``.
         deadline_ms: Time from arrival after which the answer is worth nothing: the request is ended then, or refused if it can be foreseen; ``>= 1``.
         tenant: On whose account it runs; set by the server from the API key.
+        traceparent: The caller's span, as W3C Trace Context writes it; set by the server from the header.
 
     Raises:
         InvalidRequestError: A value out of its range; ``param`` names the field.
@@ -96,6 +97,7 @@ class RequestOptions:
     priority: int = 0
     deadline_ms: int | None = None
     tenant: str = ""
+    traceparent: str | None = None
 
     def __post_init__(self) -> None:
         for name, limit in (("cache_salt", MAX_CACHE_SALT_CHARS), ("session_id", MAX_SESSION_ID_CHARS)):
@@ -150,6 +152,25 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTimes:
+    """When things happened to one request, all by the engine's clock, in seconds.
+
+    Args:
+        arrival_s: At the door.
+        scheduled_s: Its first step began; ``None`` if it never ran.
+        first_token_s: Its first generated token was there; ``None`` if there was none.
+        last_token_s: Its last generated token was there.
+        finished_s: It ended.
+    """
+
+    arrival_s: float
+    scheduled_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    finished_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
     """What one step added to one request. The concatenation of all ``text`` is the whole text, of all ``token_ids`` the whole output.
 
@@ -161,6 +182,7 @@ class RequestOutput:
         stop_reason: The stop string or stop token id that ended it; ``None`` for EOS, length and others.
         usage: Counts so far.
         error: For ``finish_reason == "error"``: what went wrong.
+        times: With the last output of a request that the engine took.
     """
 
     request_id: str
@@ -170,6 +192,7 @@ class RequestOutput:
     stop_reason: str | int | None
     usage: Usage
     error: str | None = None
+    times: RequestTimes | None = None
 
 
 def _check_number(value: object, name: str, *, low: float, high: float, open_low: bool = False) -> None:

@@ -25,7 +25,7 @@ LONG_TEXT_CHARS = 4096
 _RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(RequestOptions) if field.name != "tenant")
+OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(RequestOptions) if field.name not in ("tenant", "traceparent"))
 """What a client may say about the treatment of its request."""
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ class SequenceStatus(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
-    """A request's tokens, pages and progress. Mutated by the scheduler alone.
+    """A request's tokens, pages and progress. Mutated by the scheduler alone, the times of its tokens by the meter.
 
     Args:
         request: What it came from.
@@ -42,6 +42,9 @@ class Sequence:
         slot: Index into the rank's per-sequence state on the device while RUNNING, else -1.
         num_preemptions: How often it lost its pages, whatever the reason.
         num_cached_tokens: Prompt tokens that it found in a prefix cache when it was first admitted; ``None`` before.
+        scheduled_s: When that was, by the engine's clock.
+        first_token_s: When its first generated token was there.
+        last_token_s: When its last one was.
     """
 
     request: Request
@@ -60,6 +63,9 @@ class Sequence:
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
 
     @classmethod
     def of(cls, request: Request, *, seed: int, max_tokens: int, namespace: bytes = b"") -> Sequence:
