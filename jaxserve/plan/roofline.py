@@ -153,13 +153,40 @@ def step_work(split: Split, load: Load, step: StepKind, *, weight_copy_bytes: fl
         weight_copy_bytes: Written into copies of weights (``traffic.Traffic``).
         collectives: Of the compiled step.
     """
+    rows, tokens = load.rows(split.mesh.data), load.tokens(step, split.mesh.data)
+    decodes = rows if step == "decode" else rows - 1
+    return rank_work(
+        split, decodes=decodes, context=load.context, prompt=tokens - decodes, prompt_context=load.context,
+        weight_copy_bytes=weight_copy_bytes, collectives=collectives,
+    )  # fmt: skip
+
+
+def rank_work(
+    split: Split,
+    *,
+    decodes: int,
+    context: float,
+    prompt: int = 0,
+    prompt_context: float = 0,
+    weight_copy_bytes: float = 0.0,
+    collectives: Sequence[Collective] = (),
+) -> Work:
+    """What a step of any make-up does on one device, where each data rank has the same.
+
+    Args:
+        split: The model on the mesh.
+        decodes: Sequences of the rank that take one token.
+        context: How long each of them is.
+        prompt: Tokens of one prompt's chunk, 0 for none.
+        prompt_context: Where the chunk ends: its tokens see half of that on average, and its keys and values are read once.
+        weight_copy_bytes: Written into copies of weights (``traffic.Traffic``).
+        collectives: Of the compiled step.
+    """
     spec, ranks = split.spec, split.mesh.data
-    rows, tokens = load.rows(ranks), load.tokens(step, ranks)
-    decoding = rows if step == "decode" else rows - 1
-    prompt = tokens - decoding
-    attended = decoding * split.attended(load.context) + prompt * split.attended(load.context / 2)
+    rows, tokens = decodes + (prompt > 0), decodes + prompt
+    attended = decodes * split.attended(context) + prompt * split.attended(prompt_context / 2)
     kv_token_layer = split.kv_token_bytes(num_layers=1)
-    read_tokens = decoding * split.attended(load.context) + (split.attended(load.context) if prompt else 0)
+    read_tokens = decodes * split.attended(context) + (split.attended(prompt_context) if prompt else 0)
     per_token, per_row = split.matrix_flops_per_token()
     heads = spec.num_heads // split.model_parts("kv_heads")
     parameters = split.parameter_bytes()
