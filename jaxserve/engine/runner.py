@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 class DeviceStep:
     """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own."""
 
-    def __init__(self, token_ids_RB: jax.Array, num_rows: Sequence[int], on_failure: Callable[[], None]) -> None:
+    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, num_rows: Sequence[int], on_failure: Callable[[], None]) -> None:
         self._token_ids_RB = token_ids_RB
+        self.num_bucket_tokens = bucket.num_tokens * len(num_rows)
+        self.num_bucket_sequences = bucket.num_rows * len(num_rows)
         self._num_rows = num_rows
         self._on_failure = on_failure
 
@@ -91,6 +93,11 @@ class DeviceRunner:
         self._warm = False
         self._reset()
 
+    @property
+    def num_programs(self) -> int:
+        """See ``schedule.Runner``."""
+        return len(self._compiled)
+
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every bucket, several at a time; XLA compiles outside the interpreter lock.
 
@@ -135,7 +142,7 @@ class DeviceRunner:
         except Exception:
             self._reset()
             raise
-        return DeviceStep(token_ids_RB, [len(rank.sequences) for rank in schedule.ranks], self._reset)
+        return DeviceStep(token_ids_RB, bucket, [len(rank.sequences) for rank in schedule.ranks], self._reset)
 
     def temp_bytes(self) -> dict[Bucket, int]:
         """Bytes of temporaries of each compiled bucket."""

@@ -101,6 +101,11 @@ class RunnerCosts:
 class PendingStep(Protocol):
     """A step under way on the device."""
 
+    num_bucket_tokens: int
+    """Tokens that the step computes, padding included, on all data ranks."""
+    num_bucket_sequences: int
+    """Sequences that it has room for, on all data ranks."""
+
     def fetch(self) -> SequenceOf[int]:
         """Waits for the step. Returns one token id for each scheduled sequence, in order; the value of one that does not sample has no meaning.
 
@@ -132,6 +137,10 @@ class Runner(Protocol):
     """Bytes of one page on one device, all layers."""
     costs: RunnerCosts | None
     """Measured by ``warmup``; ``None`` if it has not been or nothing can be swapped."""
+    num_programs: int
+    """Programs compiled, or found compiled, since the start."""
+    num_late_compiles: int
+    """Those of them that held up running requests although the runner had been warmed up."""
     is_compiling: bool
     """Whether ``dispatch`` is compiling at this moment. Read from other threads."""
 

@@ -173,6 +173,11 @@ class Scheduler:
         return sum(rank.pool.num_available for rank in self.ranks)
 
     @property
+    def num_idle_pages(self) -> int:
+        """Pages that no sequence holds and that are cached, of all ranks."""
+        return sum(rank.pool.num_idle for rank in self.ranks)
+
+    @property
     def num_cached_pages(self) -> int:
         """Pages that are cached, held or not, of all ranks."""
         return sum(rank.pool.num_cached for rank in self.ranks)
@@ -321,6 +326,7 @@ class Scheduler:
             is_first_time = head.num_cached_tokens is None
             chosen.rank.start(head, chosen.plan, chosen.room)
             if is_first_time and head.num_cached_tokens is not None:
+                head.scheduled_s = now_s
                 self.num_hit_tokens += head.num_cached_tokens
                 self.num_miss_tokens += head.num_prompt_tokens - head.num_cached_tokens
             head = queue.peek()

@@ -54,6 +54,8 @@ class FakeRunner:
         self.can_copy_pages = True
         self.page_bytes = 100 * page_size
         self.costs: RunnerCosts | None = RunnerCosts(token_s=1e-3, page_swap_s=1e-3)
+        self.num_programs = 0
+        self.num_late_compiles = 0
         self.is_compiling = False
         self.next_token = next_token
         self.num_steps = 0
@@ -86,6 +88,8 @@ class FakeStep:
             for row in rank.sequences
         ]
         self._moves = [rank.moves for rank in schedule.ranks]
+        self.num_bucket_tokens = sum(rank.num_tokens for rank in schedule.ranks)
+        self.num_bucket_sequences = len(self._rows)
 
     def fetch(self) -> list[int]:
         pools = self._runner.pools
