@@ -16,6 +16,7 @@ import yaml
 from jaxserve.config_fields import Ascending, Between, Distinct, NotBlank, PowerOfTwo, check, coerce
 from jaxserve.config_yaml import read_yaml
 from jaxserve.errors import ConfigError
+from jaxserve.tenants import TenantLimits, Tenants, read_tenants
 
 REDACTED = "***"
 
@@ -126,6 +127,12 @@ class SchedulerConfig:
         preemption: What happens to a running request whose pages others need: ``recompute`` forgets what it has computed, ``swap`` moves it to host memory
             (``cache.num_host_pages``) while there is room, ``auto`` takes what costs less time by what was measured at the start.
         ageing_s: With ``order=priority``: how long waiting makes up for one step of priority.
+        max_queued_requests: Most requests that wait, beyond those that free slots take in the next step; ``None`` for any number. More are refused, or
+            take the place of one with lower priority.
+        max_queued_tokens: Most prompt tokens that wait; ``None`` for any number.
+        queue_timeout_s: A request that has not begun after this time is refused; ``None`` lets it wait.
+        degrade_at: Share of ``max_queued_requests`` from which on new requests get at most ``degraded_max_tokens``.
+        degraded_max_tokens: Their limit; the answer says when it was applied. ``None`` never applies one.
     """
 
     max_num_seqs: Annotated[int, Between(1, 4096)] = 32
@@ -136,6 +143,11 @@ class SchedulerConfig:
     order: Literal["fcfs", "priority", "deadline", "fair"] = "fcfs"
     preemption: Literal["auto", "recompute", "swap"] = "auto"
     ageing_s: Annotated[float, Between(0, 86_400, open_low=True)] = 10.0
+    max_queued_requests: Annotated[int, Between(0, 2**31)] | None = 1024
+    max_queued_tokens: Annotated[int, Between(1, 2**40)] | None = None
+    queue_timeout_s: Annotated[float, Between(0, 86_400, open_low=True)] | None = 120.0
+    degrade_at: Annotated[float, Between(0, 1)] = 0.5
+    degraded_max_tokens: Annotated[int, Between(1, 2**24)] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,8 +162,9 @@ class EngineConfig:
         warmup: Compile every bucket before the engine is ready.
         compilation_cache: Keep compiled programs on disk in the user's cache folder.
         compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
-        compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
         check_integrity: Check the page pool's books when the engine falls idle.
+        watchdog_s: A step that takes longer than this is stuck: the engine is dead then, as health says. Compiling does not count; ``None`` never looks.
+        reader_buffer: Outputs that wait for a slow client before its request is paused; it goes on when half of them are read.
     """
 
     attention: Annotated[str, NotBlank()] = "auto"
@@ -161,8 +174,9 @@ class EngineConfig:
     warmup: bool = True
     compilation_cache: bool = True
     compiled: Annotated[str, NotBlank()] | None = None
-    compiled: Annotated[str, NotBlank()] | None = None
     check_integrity: bool = True
+    watchdog_s: Annotated[float, Between(0, 86_400, open_low=True)] | None = 120.0
+    reader_buffer: Annotated[int, Between(2, 2**20)] = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,6 +200,23 @@ class ServerConfig:
     api_keys: Annotated[tuple[str, ...], NotBlank()] = ()
     max_body_bytes: Annotated[int, Between(1024, 2**31 - 1)] = 8 * 1024 * 1024
     drain_timeout_s: Annotated[float, Between(0, 86_400)] = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TenantsConfig:
+    """Who may use how much. A request is its API key's tenant's; what comes with a key of ``server.api_keys``, or with none, is one tenant's too.
+
+    Args:
+        keys: ``NAME=KEY`` each; a tenant may have several. They open both APIs as those of ``server.api_keys`` do.
+        max_requests: Most requests of one tenant in flight; ``None`` for any number.
+        tokens_per_minute: Tokens of prompts and answers that one tenant may use; ``None`` for any number.
+        limits: Exceptions: ``NAME.max_requests=8``, ``NAME.tokens_per_minute=1000``, and ``NAME.weight=2`` for ``scheduler.order=fair``.
+    """
+
+    keys: Annotated[tuple[str, ...], NotBlank()] = ()
+    max_requests: Annotated[int, Between(1, 2**31)] | None = None
+    tokens_per_minute: Annotated[int, Between(1, 2**40)] | None = None
+    limits: Annotated[tuple[str, ...], NotBlank()] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,6 +255,7 @@ class Config:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    tenants: TenantsConfig = dataclasses.field(default_factory=TenantsConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
@@ -239,8 +271,20 @@ class Config:
             raise ConfigError("scheduler.preemption is swap and cache.num_host_pages is 0; one must change: there is no host memory to swap to")
         if self.server.port and self.server.port == self.server.grpc_port:
             raise ConfigError(f"server.grpc_port is {self.server.grpc_port}; must differ from server.port, which is the same")
-        if REDACTED in self.server.api_keys:
-            raise ConfigError(f"server.api_keys is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
+        if REDACTED in self.server.api_keys or any(text.endswith(f"={REDACTED}") for text in self.tenants.keys):
+            where = "server.api_keys" if REDACTED in self.server.api_keys else "tenants.keys"
+            raise ConfigError(f"{where} is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
+        self.read_tenants()
+
+    def read_tenants(self) -> Tenants:
+        """Tenants, by the keys of both sections.
+
+        Raises:
+            ConfigError: A text that does not say what it should.
+        """
+        section = self.tenants
+        default = TenantLimits(max_requests=section.max_requests, tokens_per_minute=section.tokens_per_minute)
+        return read_tenants(self.server.api_keys, section.keys, section.limits, default)
 
 
 def load_config(
@@ -296,6 +340,8 @@ def to_yaml(config: Config, *, show_secrets: bool = False) -> str:
         value = _lookup(config, key)
         if key == "server.api_keys" and not show_secrets:
             value = tuple(REDACTED for _ in config.server.api_keys)
+        if key == "tenants.keys" and not show_secrets:
+            value = tuple(f"{text.partition('=')[0]}={REDACTED}" for text in config.tenants.keys)
         (tree.setdefault(section, {}) if section else tree)[name] = [*cast(tuple[object, ...], value)] if isinstance(value, tuple) else value
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=160)
 

@@ -70,6 +70,19 @@ class PayloadTooLargeError(RequestError):
     """The request body is larger than the server accepts."""
 
 
+class QuotaExceededError(RequestError):
+    """The tenant has used up what it may use for now.
+
+    Args:
+        message: What was used up, and the limit.
+        retry_after_s: When it is likely to succeed.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
+
+
 class EngineError(JaxserveError):
     """The engine cannot take or finish a request, through no fault of the client's."""
 
@@ -78,16 +91,29 @@ class EngineNotReadyError(EngineError):
     """The engine is still starting, or is draining and admits nothing new."""
 
 
+class OverloadedError(EngineError):
+    """More work than the engine can take: the request was turned away before it ran, or made room for one of higher priority.
+
+    Args:
+        message: What is full.
+        retry_after_s: When it is likely to succeed.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(EngineError):
+    """The request's own deadline passed before it was finished."""
+
+
 class EngineDeadError(EngineError):
     """The engine stopped after an internal error; it will answer nothing any more."""
 
 
 class BenchmarkError(JaxserveError):
     """A benchmark that cannot be run or has nothing to report: the server is not there, refuses, or answers nothing."""
-
-
-class CompileError(JaxserveError):
-    """A compiler gave up, or the process that it ran in died."""
 
 
 class CompileError(JaxserveError):

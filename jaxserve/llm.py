@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -161,6 +162,8 @@ class LLM:
                     for output in engine.step():
                         bar.advance(output)
                         yield output
+                    if engine.idle_s:  # a dynamic batch waits for its time
+                        time.sleep(engine.idle_s)
         finally:
             for request in requests:
                 engine.abort(request.request_id)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, JaxserveError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -183,6 +183,8 @@ class RequestOutput:
         usage: Counts so far.
         error: For ``finish_reason == "error"``: what went wrong.
         times: With the last output of a request that the engine took.
+        refusal: For ``finish_reason == "error"``: the error that its client is to get, if it is one of ours.
+        degraded_max_tokens: The limit that the server put on it under load, in place of a larger one.
     """
 
     request_id: str
@@ -193,6 +195,8 @@ class RequestOutput:
     usage: Usage
     error: str | None = None
     times: RequestTimes | None = None
+    refusal: JaxserveError | None = None
+    degraded_max_tokens: int | None = None
 
 
 def _check_number(value: object, name: str, *, low: float, high: float, open_low: bool = False) -> None:

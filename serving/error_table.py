@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import uuid
 
 from jaxserve import errors
@@ -33,6 +34,9 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     errors.UnauthenticatedError: ErrorRow(401, "invalid_request_error", "invalid_api_key", "UNAUTHENTICATED"),
     errors.UnknownModelError: ErrorRow(404, "invalid_request_error", "model_not_found", "NOT_FOUND"),
     errors.PayloadTooLargeError: ErrorRow(413, "invalid_request_error", "request_too_large", "RESOURCE_EXHAUSTED"),
+    errors.QuotaExceededError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded", "RESOURCE_EXHAUSTED"),
+    errors.OverloadedError: ErrorRow(503, "server_error", "overloaded", "UNAVAILABLE"),
+    errors.DeadlineExceededError: ErrorRow(504, "server_error", "deadline_exceeded", "DEADLINE_EXCEEDED"),
     errors.EngineNotReadyError: ErrorRow(503, "server_error", "not_ready", "UNAVAILABLE"),
     errors.EngineDeadError: ErrorRow(503, "server_error", "engine_dead", "UNAVAILABLE"),
     errors.EngineError: ErrorRow(500, "server_error", "engine_error", "INTERNAL"),
@@ -42,12 +46,13 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """One error as both APIs send it."""
+    """One error as both APIs send it. ``retry_after_s`` is in whole seconds; ``None`` where trying again does not help."""
 
     row: ErrorRow
     message: str
     param: str | None
     code: str | None
+    retry_after_s: int | None = None
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """OpenAI's error form."""
@@ -61,6 +66,11 @@ def report_error(error: Exception) -> ErrorReport:
         error_id = uuid.uuid4().hex[:12]
         logger.error("internal error %s", error_id, exc_info=error)
         return ErrorReport(row, f"internal error; the server's log has it under the id {error_id}", None, row.code)
+    retry_after_s = None
+    if isinstance(error, (errors.QuotaExceededError, errors.OverloadedError)):
+        retry_after_s = max(1, math.ceil(error.retry_after_s))
+    elif row.http_status == 503:
+        retry_after_s = 1
     if isinstance(error, errors.RequestError):
-        return ErrorReport(row, str(error), error.param, error.code or row.code)
-    return ErrorReport(row, str(error), None, row.code)
+        return ErrorReport(row, str(error), error.param, error.code or row.code, retry_after_s)
+    return ErrorReport(row, str(error), None, row.code, retry_after_s)

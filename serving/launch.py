@@ -11,7 +11,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -31,7 +31,7 @@ CLOSING_GRACE_S = 2.0
 SECOND_SIGNAL_STATUS = 130
 
 
-async def serve(config: Config, engine: ServedEngine) -> None:
+async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None] = lambda: None) -> None:
     """Serves until SIGINT or SIGTERM, then drains and returns.
 
     Binds the ports before anything slow happens, answers probes while the engine starts, prints the "ready" line and a ``curl`` line on stderr once it takes
@@ -41,6 +41,7 @@ async def serve(config: Config, engine: ServedEngine) -> None:
     Args:
         config: ``server`` is read here.
         engine: Not started yet. Closed on every way out.
+        on_end: Called at the end, once the engine is closed, unless an error is the end.
 
     Raises:
         ConfigError: A port is in use, or the host cannot be listened on; the message names the option.
@@ -54,6 +55,7 @@ async def serve(config: Config, engine: ServedEngine) -> None:
         still_starting = engine.state == "starting"
     finally:
         engine.close()
+    on_end()
     if still_starting:
         logger.info("stopped before the engine was ready")
         logging.shutdown()
@@ -130,8 +132,8 @@ def curl_line(config: Config, engine: ServedEngine, port: int, *, show_key: bool
         body |= {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
     parts = ["curl", "-s", _url(config.server.host, port) + path, "-H", "Content-Type: application/json"]
     line = shlex.join(parts)
-    if config.server.api_keys:
-        line += " -H " + (shlex.quote(f"Authorization: Bearer {config.server.api_keys[0]}") if show_key else '"Authorization: Bearer $JAXSERVE_API_KEY"')
+    if keys := [*config.read_tenants().by_key]:
+        line += " -H " + (shlex.quote(f"Authorization: Bearer {keys[0]}") if show_key else '"Authorization: Bearer $JAXSERVE_API_KEY"')
     return f"{line} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
 
 

@@ -16,6 +16,7 @@ from jaxserve.config import Config
 from jaxserve.engine.params import resolve_params
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
+from jaxserve.serving.auth import require_key
 from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.messages import Prompt
 
@@ -44,6 +45,7 @@ class InferenceService:
         self.config = config
         self.version = __version__
         self.started_s = int(time.time())
+        self._tenants_by_key = config.read_tenants().by_key
 
     @property
     def model_name(self) -> str:
@@ -87,16 +89,21 @@ class InferenceService:
         """
         return resolve_params(given, self.engine.sampling_defaults)
 
-    def request_options(self, given: Mapping[str, Any]) -> RequestOptions:
+    def tenant_of(self, authorization: bytes) -> str:
+        """Whose key an ``Authorization: Bearer KEY`` is; see ``require_key``."""
+        return require_key(authorization, self._tenants_by_key)
+
+    def request_options(self, given: Mapping[str, Any], tenant: str) -> RequestOptions:
         """How a request is to be treated.
 
         Args:
             given: Values by name of ``OPTION_FIELDS``.
+            tenant: Whose it is.
 
         Raises:
             InvalidRequestError: A value out of its range.
         """
-        return RequestOptions(**given)
+        return RequestOptions(**given, tenant=tenant)
 
     async def encode(self, prompts: Sequence[Prompt], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of prompts; those that are ids already stay as they are. Long ones do not hold up the event loop."""
@@ -197,13 +204,14 @@ class InferenceService:
 
         Raises:
             InvalidRequestError: The request's id is in flight already.
-            EngineError: The engine could not finish it.
+            QuotaExceededError: Its tenant may not have more now.
+            EngineError: The engine could not take it, or not finish it.
         """
         # Closed, not aborted by id: where the id was refused, it is another request's.
         async with contextlib.aclosing(self.engine.generate(request)) as outputs:
             async for output in outputs:
                 if output.finish_reason == "error":
-                    raise EngineError(output.error or "the engine failed while it ran this request")
+                    raise output.refusal or EngineError(output.error or "the engine failed while it ran this request")
                 yield output
 
     async def run_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -6,15 +6,21 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 import queue
+import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.garbage import FullCollections
+from jaxserve.engine.inspection import SchedulerView
+from jaxserve.engine.meter import Measurements
 from jaxserve.engine.stats import EngineStats
-from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError, JaxserveError
+from jaxserve.errors import EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, JaxserveError
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
@@ -25,8 +31,13 @@ logger = logging.getLogger(__name__)
 
 EngineState = Literal["starting", "ready", "draining", "dead"]
 
+_INSPECT_TIMEOUT_S = 5.0
+
 _ABORT_TIMEOUT_S = 5.0
 """An abort takes effect after the step under way; one that takes longer than this is stuck."""
+
+_WATCH_PERIOD_S = 1.0
+"""A stuck step is noticed at most that much later than the limit says."""
 
 _Command = Callable[[Engine], RequestOutput | None]
 """Runs in the engine's thread; what it returns goes out with the step's outputs."""
@@ -36,12 +47,14 @@ _Command = Callable[[Engine], RequestOutput | None]
 class _Stream:
     """One request as its consumer sees it. Lives on the event loop.
 
-    A slow reader costs at most ``max_tokens`` outputs of memory: the engine does not wait for it.
+    The engine does not wait for a slow reader: when too many outputs wait for it, its request is paused.
     """
 
     request: Request
     outputs: asyncio.Queue[RequestOutput] = dataclasses.field(default_factory=asyncio.Queue[RequestOutput])
     num_generated_tokens: int = 0
+    is_ended: bool = False
+    is_paused: bool = False
 
     async def next_output(self) -> RequestOutput:
         """Waits for an output and joins to it what has come since: a consumer that fell behind catches up with one message."""
@@ -53,11 +66,11 @@ class _Stream:
         token_ids = tuple(token_id for output in outputs for token_id in output.token_ids)
         return dataclasses.replace(outputs[-1], token_ids=token_ids, text="".join(output.text for output in outputs))
 
-    def last_output(self, reason: FinishReason, error: str | None) -> RequestOutput:
+    def last_output(self, reason: FinishReason, error: str | None, refusal: JaxserveError | None = None) -> RequestOutput:
         """The last message of a stream that the engine cannot end any more."""
         usage = Usage(prompt_tokens=len(self.request.prompt_token_ids), completion_tokens=self.num_generated_tokens)
         request_id = self.request.request_id
-        return RequestOutput(request_id=request_id, token_ids=(), text="", finish_reason=reason, stop_reason=None, usage=usage, error=error)
+        return RequestOutput(request_id=request_id, token_ids=(), text="", finish_reason=reason, stop_reason=None, usage=usage, error=error, refusal=refusal)
 
 
 class AsyncEngine:
@@ -77,6 +90,7 @@ class AsyncEngine:
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._build = build
+        self._on_end: Callable[[Request, RequestOutput], None] = lambda _request, _output: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._started: Future[None] = Future()
@@ -84,6 +98,8 @@ class AsyncEngine:
         self._draining = False
         self._closing = False
         self._dead = False
+        self._reader_buffer = sys.maxsize
+        self._busy_since_s: float | None = None  # since when the engine's thread has been in a step; None between steps
         # In the engine's thread only. Not the dictionary below: an id may be used again while the last outputs of its first use are on their way.
         self._routes: dict[str, _Stream] = {}
         # On the event loop only.
@@ -145,6 +161,11 @@ class AsyncEngine:
         if self._engine is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
+    def fail(self, reason: str) -> None:
+        """Ends every stream with an error and answers nothing any more. From any thread; for when the engine's own may be stuck for ever."""
+        self._dead = True  # before the streams are ended: one that begins after that is refused
+        self._on_loop(self._end_all, "error", f"the engine has stopped: {reason}")
+
     # -- Requests -----------------------------------------------------------------------------------------------------------------------------
 
     def make_request(
@@ -160,7 +181,8 @@ class AsyncEngine:
         return self._admitting().make_request(prompt_token_ids, params, request_id, options)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Runs a request and yields its outputs, the last with a finish reason. Outputs that wait for a slow consumer come as one.
+        """Runs a request and yields its outputs, the last with a finish reason. Outputs that wait for a slow consumer come as one. A request that the engine
+        does not take, or gives up, ends with an output that has a ``refusal``.
 
         When the consumer goes away (``aclose``, cancellation, or dropping the iterator), the request is aborted. It starts with the first
         ``anext``, which also raises what is listed here.
@@ -182,6 +204,9 @@ class AsyncEngine:
             finished = False
             while not finished:
                 output = await stream.next_output()
+                if stream.is_paused:
+                    stream.is_paused = False
+                    self._commands.put(functools.partial(_resume, request_id))
                 finished = output.finish_reason is not None
                 yield output
         finally:
@@ -200,6 +225,12 @@ class AsyncEngine:
         self._commands.put(functools.partial(_abort, request_id))
         return True
 
+    def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
+        """Has a listener told, on the event loop, of each request that ends, once, with its last output: also of those whose consumer has gone, and of those
+        that the engine did not take. There is one listener; call it before the first request.
+        """
+        self._on_end = listener
+
     # -- The engine's facts -------------------------------------------------------------------------------------------------------------------
 
     @property
@@ -213,6 +244,10 @@ class AsyncEngine:
     @property
     def model_name(self) -> str:
         return self._built().model_name
+
+    @property
+    def model_revision(self) -> str | None:
+        return self._built().model_revision
 
     @property
     def max_model_len(self) -> int:
@@ -230,6 +265,31 @@ class AsyncEngine:
         """
         return self._built().stats()
 
+    def measurements(self) -> Measurements:
+        """What the engine has measured; as current as :meth:`stats`.
+
+        Raises:
+            EngineNotReadyError: There is no engine yet.
+        """
+        return self._built().measurements()
+
+    async def inspect(self) -> SchedulerView:
+        """What runs and who waits, between two steps.
+
+        Raises:
+            EngineNotReadyError: There is no engine yet.
+            EngineError: A step has not ended for long, or the engine is dead.
+        """
+        self._built()
+        if self._dead:
+            raise EngineDeadError("the engine has stopped; there is nothing to look at")
+        view: Future[SchedulerView] = Future()
+        self._commands.put(functools.partial(_inspect, view))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(view), _INSPECT_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(f"the engine has been in one step for {_INSPECT_TIMEOUT_S:g} s and cannot be looked at") from None
+
     def _built(self) -> Engine:
         if self._engine is None:
             raise EngineDeadError("the engine could not be started") if self._dead else EngineNotReadyError("the engine is still starting")
@@ -246,12 +306,18 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[tuple[_Stream, RequestOutput]]) -> None:
         for stream, output in outputs:
+            if output.finish_reason is not None and not stream.is_ended:
+                stream.is_ended = True
+                self._on_end(stream.request, output)
             if self._streams.get(output.request_id) is not stream:  # its consumer has gone
                 continue
             stream.num_generated_tokens = output.usage.completion_tokens
             stream.outputs.put_nowait(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
+            elif stream.outputs.qsize() >= self._reader_buffer and not stream.is_paused:
+                stream.is_paused = True
+                self._commands.put(functools.partial(_pause, output.request_id))
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         self._deliver([(stream, stream.last_output(reason, error)) for stream in self._streams.values()])
@@ -273,26 +339,57 @@ class AsyncEngine:
             self._started.set_exception(error)
             return
         self._engine = engine
+        self._reader_buffer = engine.reader_buffer
         self._started.set_result(None)
+        if engine.watchdog_s is not None:
+            threading.Thread(target=self._watch, args=(engine, engine.watchdog_s), name="watchdog", daemon=True).start()
         try:
-            self._serve(engine)
+            with FullCollections() as collections:
+                self._serve(engine, collections)
         except BaseException as error:
             logger.exception("the engine has stopped")
-            self._dead = True  # before the streams are ended: one that begins after that is refused
-            self._on_loop(self._end_all, "error", f"the engine has stopped: {type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
         else:
             self._dead = True
             self._on_loop(self._end_all, "abort", None)
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, engine: Engine, collections: FullCollections) -> None:
         while not self._closing:
-            commands = [] if engine.has_work else [self._commands.get()]  # an idle engine sleeps here
+            commands = self._wait(engine, collections)
             while not self._commands.empty():
                 commands.append(self._commands.get())
+            self._busy_since_s = time.monotonic()
             outputs = [self._route(output) for command in commands if (output := command(engine)) is not None]
             outputs += [self._route(output) for output in engine.step()]
+            self._busy_since_s = None
             if outputs:
                 self._on_loop(self._deliver, outputs)
+
+    def _wait(self, engine: Engine, collections: FullCollections) -> list[_Command]:
+        """Sleeps while the engine has nothing to do. Returns the command that ended it, if one did."""
+        idle_s = engine.idle_s if engine.has_work else math.inf
+        if not idle_s:
+            return []
+        if not engine.has_work and self._commands.empty():
+            collections.on_idle()
+        try:
+            return [self._commands.get(timeout=None if idle_s == math.inf else idle_s)]
+        except queue.Empty:
+            return []
+
+    def _watch(self, engine: Engine, limit_s: float) -> None:
+        """Declares the engine dead when a step takes too long. Runs in a thread of its own."""
+        busy_since_s, counted_s = None, 0.0
+        period_s = min(_WATCH_PERIOD_S, limit_s / 4)
+        while not self._dead:
+            time.sleep(period_s)
+            if self._busy_since_s is None or self._busy_since_s != busy_since_s:
+                busy_since_s, counted_s = self._busy_since_s, 0.0
+            elif not engine.is_compiling:
+                counted_s += period_s
+            if counted_s > limit_s:
+                logger.critical("a step has taken more than %g s (engine.watchdog_s); the engine is given up", limit_s)
+                self.fail(f"a step took more than {limit_s:g} s")
 
     def _route(self, output: RequestOutput) -> tuple[_Stream, RequestOutput]:
         is_last = output.finish_reason is not None
@@ -302,10 +399,11 @@ class AsyncEngine:
         request = stream.request
         self._routes[request.request_id] = stream
         try:
-            engine.add(request)
+            engine.submit(request)
+        except JaxserveError as error:
+            return stream.last_output("error", str(error), error)
         except Exception as error:  # whatever it is, it is this request's alone
-            if not isinstance(error, JaxserveError):
-                logger.exception("request %s could not be added", request.request_id)
+            logger.exception("request %s could not be added", request.request_id)
             return stream.last_output("error", f"{type(error).__name__}: {error}")
         return None
 
@@ -320,6 +418,19 @@ class AsyncEngine:
 
 def _wake(_: Engine) -> None:
     """Does nothing, but ends the engine's sleep."""
+
+
+def _pause(request_id: str, engine: Engine) -> None:
+    engine.pause(request_id)
+
+
+def _resume(request_id: str, engine: Engine) -> None:
+    engine.resume(request_id)
+
+
+def _inspect(view: Future[SchedulerView], engine: Engine) -> None:
+    if view.set_running_or_notify_cancel():
+        view.set_result(engine.inspect())
 
 
 def _abort(request_id: str, engine: Engine) -> RequestOutput | None:

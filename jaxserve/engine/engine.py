@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import operator
 import random
 import time
@@ -16,6 +17,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import Config
 from jaxserve.dims import ceil_div
+from jaxserve.engine.admission import Admission, Load
+from jaxserve.engine.expiry import Expiry
+from jaxserve.engine.inspection import SchedulerView, inspect_scheduler
+from jaxserve.engine.meter import Measurements, Meter
 from jaxserve.engine.output import Delta, OutputProcessor
 from jaxserve.engine.params import resolve_params
 from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
@@ -23,8 +28,18 @@ from jaxserve.engine.prefix_cache.interface import make_namespace
 from jaxserve.engine.schedule import Runner, Schedule
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.stats import EngineStats
-from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError
+from jaxserve.engine.stats import EngineStats, RefusalReason
+from jaxserve.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    JaxserveError,
+    ModelError,
+    OverloadedError,
+    QuotaExceededError,
+)
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
@@ -33,6 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_FAILED_STEPS = 3
+"""As many failed steps in a row mean that the device will not recover."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Generation:
@@ -40,12 +58,15 @@ class _Generation:
 
     sequence: Sequence
     processor: OutputProcessor
+    degraded_max_tokens: int | None
 
 
 class Engine:
     """Serves requests on one runner.
 
-    ``make_request`` and ``stats`` may be called from any thread, all else from one.
+    ``submit`` takes a request if the bounds of the configuration allow it, ``add`` in any case.
+
+    ``make_request``, ``stats`` and ``measurements`` may be called from any thread, all else from one.
 
     Args:
         runner: Runs the steps; warmed up.
@@ -53,12 +74,15 @@ class Engine:
         spec: Of the model; gives the vocabulary, the longest context and EOS ids.
         config: ``model.max_model_len``, ``scheduler`` and ``engine.check_integrity`` are read here.
         model_name: What the model is called.
+        model_revision: The commit of its files, where one is known.
         sampling_defaults: The model's own values for sampling fields that a request leaves out.
         seed: Of the generator that gives a seed to each request without one; ``None`` for a fresh one.
         clock: Gives the time in seconds, as ``Request.arrival_s`` has it.
 
     Attributes:
         max_model_len: Most tokens of prompt and output together.
+        watchdog_s: See ``EngineConfig``.
+        reader_buffer: See ``EngineConfig``.
 
     Raises:
         ConfigError: Limits that contradict each other or the model.
@@ -73,6 +97,7 @@ class Engine:
         config: Config,
         *,
         model_name: str = "model",
+        model_revision: str | None = None,
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,12 +110,16 @@ class Engine:
         except InvalidRequestError as error:
             raise ModelError(f"the sampling defaults of {model_name} cannot be used: {error}") from error
         assert runner.max_num_seqs >= config.scheduler.max_num_seqs
+        self.watchdog_s = config.engine.watchdog_s
+        self.reader_buffer = config.engine.reader_buffer
         self.tokenizer = tokenizer
         self.spec = spec
         self.model_name = model_name
+        self.model_revision = model_revision
         self.sampling_defaults = sampling_defaults
         self._runner = runner
         self._config = config
+        tenants = config.read_tenants()
         self._scheduler = Scheduler(
             runner.num_pages,
             runner.page_size,
@@ -101,11 +130,20 @@ class Engine:
             num_host_pages=runner.num_host_pages,
             costs=runner.costs,
             session_ttl_s=config.cache.session_ttl_s,
+            weights=tenants.weights,
         )
         self._eos_token_ids = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self._clock = clock
+        self._meter = Meter()
         self._seeds = random.Random(seed)  # noqa: S311  (seeds of samples, no secrets)
         self._generations: dict[str, _Generation] = {}
+        self._admission = Admission(config.scheduler, tenants)
+        self._queue_timeouts = Expiry()
+        self._deadlines = Expiry()
+        self._outputs: list[RequestOutput] = []  # of requests that ended between steps
+        self._idle_until_s = 0.0
+        self._num_failed_steps = 0  # in a row
+        self._refused: Counter[RefusalReason] = Counter()
         self._num_steps = 0
         self._num_requests = 0
         self._num_prompt_tokens = 0
@@ -114,8 +152,18 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do."""
-        return bool(self._generations)
+        """Whether requests are in flight."""
+        return bool(self._generations or self._outputs)
+
+    @property
+    def idle_s(self) -> float:
+        """How long ``step`` has nothing to do unless another method is called, in seconds; infinity for ever. Known after it had nothing to do."""
+        return max(0.0, self._idle_until_s - self._clock()) if self._generations and not self._outputs else 0.0
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the step under way is compiling. May be asked from any thread."""
+        return self._runner.is_compiling
 
     def make_request(
         self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
@@ -141,24 +189,80 @@ class Engine:
         self._check_vocabulary(token_ids, "prompt")
         self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._resolve_max_tokens(len(token_ids), params)
-        return Request(request_id=request_id or uuid.uuid4().hex, prompt_token_ids=token_ids, params=params, options=options or RequestOptions())
+        return Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            params=params,
+            options=options or RequestOptions(),
+            arrival_s=self._clock(),
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queues a request that came through ``make_request``, if it may join. A queued one of lower priority may have to leave for it.
+
+        Raises:
+            InvalidRequestError: Its id is in flight already.
+            QuotaExceededError: Its tenant has used up what it may.
+            OverloadedError: The queue is full, or too long for the request's deadline.
+        """
+        self._check_id(request)
+        max_tokens = self._resolve_max_tokens(len(request.prompt_token_ids), request.params)
+        scheduler = self._scheduler
+        load = Load(num_queued=scheduler.num_queued, num_queued_tokens=scheduler.num_queued_tokens, num_free_slots=scheduler.num_free_slots)
+        try:
+            shed = self._admission.check(request, max_tokens, load, self._clock())
+        except QuotaExceededError:
+            self._refused["quota"] += 1
+            raise
+        except OverloadedError:
+            self._refused["overload"] += 1
+            raise
+        for sequence in shed:
+            error = OverloadedError("the queue is full, and a request of higher priority took this one's place", retry_after_s=1.0)
+            self._outputs.append(self._refuse(sequence, error, "shed"))
+        self._queue(request, self._admission.limit_max_tokens(max_tokens, load), max_tokens)
 
     def add(self, request: Request) -> None:
-        """Queues a request that came through ``make_request``.
+        """Queues a request that came through ``make_request``, however many there are.
 
         Raises:
             InvalidRequestError: Its id is in flight already.
         """
+        self._check_id(request)
+        max_tokens = self._resolve_max_tokens(len(request.prompt_token_ids), request.params)
+        self._queue(request, max_tokens, max_tokens)
+
+    def pause(self, request_id: str) -> None:
+        """Stops a request until ``resume``: nobody reads its outputs. What it holds is free for others. Does nothing if it is not in flight."""
+        self._idle_until_s = 0.0
+        if (generation := self._generations.get(request_id)) is not None:
+            self._scheduler.pause(generation.sequence)
+
+    def resume(self, request_id: str) -> None:
+        """Lets a paused request go on. Does nothing to others."""
+        self._idle_until_s = 0.0
+        if (generation := self._generations.get(request_id)) is not None:
+            self._scheduler.resume(generation.sequence)
+
+    def _check_id(self, request: Request) -> None:
         if request.request_id in self._generations:
             raise InvalidRequestError(f"request id {request.request_id!r} is in flight already", param="request_id")
+
+    def _queue(self, request: Request, max_tokens: int, wanted_max_tokens: int) -> None:
         prompt, params = request.prompt_token_ids, request.params
-        max_tokens = self._resolve_max_tokens(len(prompt), params)
         detokenizer = self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
         processor = OutputProcessor(params, detokenizer, self._eos_token_ids, max_tokens)
         seed = self._seeds.getrandbits(32) if params.seed is None else fold_seed(params.seed)
         sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=self._namespace(request.options))
         self._scheduler.add(sequence)
-        self._generations[request.request_id] = _Generation(sequence, processor)
+        self._admission.enter(sequence, self._clock())
+        degraded = max_tokens if max_tokens < wanted_max_tokens else None
+        self._generations[request.request_id] = _Generation(sequence, processor, degraded)
+        if (timeout_s := self._config.scheduler.queue_timeout_s) is not None:
+            self._queue_timeouts.add(sequence, request.arrival_s + timeout_s)
+        if (deadline_ms := request.options.deadline_ms) is not None:
+            self._deadlines.add(sequence, request.arrival_s + deadline_ms / 1000)
+        self._idle_until_s = 0.0
         self._num_requests += 1
         self._num_prompt_tokens += len(prompt)
 
@@ -171,6 +275,7 @@ class Engine:
         generation = self._generations.get(request_id)
         if generation is None:
             return None
+        self._idle_until_s = 0.0
         try:
             output = self._emit(generation.sequence, (), generation.processor.finish("abort"))
         except Exception as error:  # whatever it is, it is this request's alone
@@ -179,29 +284,44 @@ class Engine:
         return output
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns what it added, at most one output a request. Does nothing without work.
+        """Runs one step and returns what it added, at most one output a request, and the ends of requests whose time was up. Does nothing without work.
 
         What goes wrong while one request's output is made ends that request; what goes wrong on the device ends the requests of that step. Both end
         with reason "error", and the engine goes on.
 
         Raises:
-            EngineDeadError: The runner cannot go on.
+            EngineDeadError: The runner cannot go on, or steps fail one after the other.
         """
-        schedule = self._scheduler.schedule(self._clock())
+        start_s = self._clock()
+        ended, self._outputs = [*self._outputs, *self._expire(start_s)], []
+        scheduler = self._scheduler
+        num_queued_tokens = scheduler.num_queued_tokens
+        schedule = scheduler.schedule(start_s)
         if not schedule.sequences:
-            assert not self._generations, "requests in flight, yet nothing to run"
-            return []
+            self._idle_until_s = min(scheduler.wake_at_s, self._queue_timeouts.next_s, self._deadlines.next_s)
+            assert not scheduler.has_work or scheduler.wake_at_s < math.inf, "requests in flight, yet nothing to run"
+            self._check_if_idle()
+            return ended
         self._num_steps += 1
         try:
-            token_ids = self._runner.dispatch(schedule).fetch()
+            pending = self._runner.dispatch(schedule)
+            dispatched_s = self._clock()
+            token_ids = pending.fetch()
+            fetched_s = self._clock()
         except EngineDeadError:
             raise
         except Exception as error:
             outputs = self._fail_step(schedule, error)
         else:
-            outputs = [self._process(sequence) for sequence in self._scheduler.update(schedule, token_ids)]
+            self._num_failed_steps = 0
+            grown = scheduler.update(schedule, token_ids)
+            self._meter.tokens(grown, fetched_s)
+            outputs = [self._process(sequence) for sequence in grown]
+            self._meter.step(schedule, pending, total_s=self._clock() - start_s, wait_s=fetched_s - dispatched_s)
+        if num_queued_tokens:
+            self._admission.speed.note(num_queued_tokens - scheduler.num_queued_tokens, self._clock() - start_s)
         self._check_if_idle()
-        return outputs
+        return ended + outputs if ended else outputs
 
     def reset_prefix_cache(self) -> None:
         """Forgets all keys and values: for when the weights have changed. Running requests are computed anew."""
@@ -212,23 +332,39 @@ class Engine:
         scheduler = self._scheduler
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + scheduler.num_swapped + scheduler.num_paused,
+            num_swapped=scheduler.num_swapped,
+            num_paused=scheduler.num_paused,
+            num_queued_tokens=scheduler.num_queued_tokens,
             num_pages=scheduler.num_pages,
             num_free_pages=scheduler.num_free_pages,
             max_num_seqs=self._config.scheduler.max_num_seqs * self._runner.num_ranks,
             num_requests=self._num_requests,
             num_preemptions=scheduler.num_preemptions,
+            num_swap_outs=scheduler.num_swap_outs,
             num_cached_pages=scheduler.num_cached_pages,
             num_evicted_pages=scheduler.num_evicted_pages,
             num_page_copies=scheduler.num_page_copies,
             prefix_hit_tokens=scheduler.num_hit_tokens,
             prefix_miss_tokens=scheduler.num_miss_tokens,
             page_bytes=self._runner.page_bytes,
+            num_idle_pages=scheduler.num_idle_pages,
+            num_programs=self._runner.num_programs,
+            num_late_compiles=self._runner.num_late_compiles,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             finished={reason: self._finished[reason] for reason in get_args(FinishReason)},
+            refused={reason: self._refused[reason] for reason in get_args(RefusalReason)},
         )
+
+    def measurements(self) -> Measurements:
+        """What has been measured since the start."""
+        return self._meter.snapshot()
+
+    def inspect(self) -> SchedulerView:
+        """What runs and who waits, request by request. For a person who looks: it takes time."""
+        return inspect_scheduler(self._scheduler, self._clock())
 
     def check_integrity(self) -> None:
         """Recomputes the books of pages, slots and requests.
@@ -236,8 +372,9 @@ class Engine:
         Raises:
             AssertionError: They do not add up.
         """
-        self._scheduler.check_integrity()
-        assert len(self._generations) == self._scheduler.num_running + self._scheduler.num_waiting
+        scheduler = self._scheduler
+        scheduler.check_integrity()
+        assert len(self._generations) == scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped + scheduler.num_paused
         assert self._num_requests == len(self._generations) + self._finished.total()
 
     def _namespace(self, options: RequestOptions) -> bytes:
@@ -296,6 +433,9 @@ class Engine:
     def _fail_step(self, schedule: Schedule, error: Exception) -> list[RequestOutput]:
         """Ends the requests of a failed step. The pool's content may be lost with it, so all others are computed anew."""
         logger.error("a step of %d sequences failed", len(schedule.sequences), exc_info=error)
+        self._num_failed_steps += 1
+        if self._num_failed_steps == _MOST_FAILED_STEPS:
+            raise EngineDeadError(f"{_MOST_FAILED_STEPS} steps in a row have failed, the last with {type(error).__name__}: {error}") from error
         outputs = [self._emit_error(scheduled.sequence, error, logged=True) for scheduled in schedule.sequences]
         self._scheduler.forget_pools()
         return outputs
@@ -305,10 +445,34 @@ class Engine:
             logger.error("request %s failed", sequence.request.request_id, exc_info=error)
         return self._emit(sequence, (), Delta("", "error"), f"{type(error).__name__}: {error}")
 
-    def _emit(self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: str | None = None) -> RequestOutput:
+    def _expire(self, now_s: float) -> list[RequestOutput]:
+        """Ends the requests whose time is up."""
+        outputs: list[RequestOutput] = []
+        for sequence in self._deadlines.take_due(now_s):
+            error = DeadlineExceededError(f"the request was not finished within its deadline_ms of {sequence.request.options.deadline_ms}")
+            outputs.append(self._refuse(sequence, error, "deadline"))
+        for sequence in self._queue_timeouts.take_due(now_s):
+            if sequence.num_cached_tokens is None:
+                wait_s = self._admission.speed.time_for_s(self._scheduler.num_queued_tokens)
+                message = f"the request has waited for {now_s - sequence.request.arrival_s:.1f} s and has not begun (scheduler.queue_timeout_s)"
+                outputs.append(self._refuse(sequence, OverloadedError(message, retry_after_s=max(1.0, wait_s)), "queue_timeout"))
+        return outputs
+
+    def _refuse(self, sequence: Sequence, error: JaxserveError, reason: RefusalReason) -> RequestOutput:
+        self._refused[reason] += 1
+        return self._emit(sequence, (), Delta("", "error"), str(error), error)
+
+    def _emit(
+        self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: str | None = None, refusal: JaxserveError | None = None
+    ) -> RequestOutput:
         request_id = sequence.request.request_id
+        degraded_max_tokens = self._generations[request_id].degraded_max_tokens
+        times = None
         if delta.finish_reason is not None:
+            now_s = self._clock()
             self._scheduler.finish(sequence, delta.finish_reason)
+            self._admission.leave(sequence, now_s)
+            times = self._meter.finish(sequence, delta.finish_reason, now_s)
             del self._generations[request_id]
             self._finished[delta.finish_reason] += 1
         return RequestOutput(
@@ -321,6 +485,9 @@ class Engine:
                 prompt_tokens=sequence.num_prompt_tokens, completion_tokens=sequence.num_generated_tokens, cached_tokens=sequence.num_cached_tokens or 0
             ),
             error=error,
+            times=times,
+            refusal=refusal,
+            degraded_max_tokens=degraded_max_tokens,
         )
 
     def _check_if_idle(self) -> None:

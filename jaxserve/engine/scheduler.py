@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 
@@ -83,6 +83,8 @@ class Scheduler:
     Attributes:
         ranks: The data ranks.
         num_preemptions: Since the start.
+        num_queued: Sequences that have not run yet.
+        num_queued_tokens: Tokens of their prompts.
         num_hit_tokens: Prompt tokens found in a prefix cache since the start; every prompt counts once, when it is first admitted.
         num_miss_tokens: Prompt tokens not found there.
 
@@ -128,6 +130,8 @@ class Scheduler:
             for index in range(num_ranks)
         )
         self.num_preemptions = 0
+        self.num_queued = 0
+        self.num_queued_tokens = 0
         self.num_hit_tokens = 0
         self.num_miss_tokens = 0
         self._session_ttl_s = session_ttl_s
@@ -140,6 +144,15 @@ class Scheduler:
         self._paused: set[Sequence] = set()
         self._arrivals = itertools.count()
         self._preempted: list[Sequence] = []  # since the last schedule
+
+    @property
+    def waiting(self) -> Iterable[Sequence]:
+        """Those that wait to be admitted, in no order."""
+        return self._waiting
+
+    @property
+    def paused(self) -> Iterable[Sequence]:
+        return self._paused
 
     @property
     def num_waiting(self) -> int:
@@ -193,6 +206,11 @@ class Scheduler:
         return sum(rank.num_page_copies for rank in self.ranks)
 
     @property
+    def num_free_slots(self) -> int:
+        """Sequences that can start in the next step, as far as slots go."""
+        return self._num_slots - self.num_running
+
+    @property
     def has_work(self) -> bool:
         return len(self._waiting) > 0 or any(rank.running or rank.swap_space.sequences for rank in self.ranks)
 
@@ -206,6 +224,8 @@ class Scheduler:
         pool = self.ranks[0].pool
         assert sequence.status is SequenceStatus.WAITING and sequence not in self._waiting and sequence.num_computed_tokens == 0
         assert pool.pages_for(sequence.num_prompt_tokens + sequence.max_tokens) <= pool.num_pages
+        self.num_queued += 1
+        self.num_queued_tokens += sequence.num_prompt_tokens
         sequence.order = (self._key(sequence), next(self._arrivals))
         self._waiting.push(sequence)
 
@@ -213,6 +233,8 @@ class Scheduler:
         """Ends a sequence in whatever state it is; its pages and slot are free at once. Does nothing to one that has ended already."""
         if sequence.status is SequenceStatus.FINISHED:
             return
+        if sequence.num_cached_tokens is None:
+            self._leave_queue(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             keep_s = self._session_ttl_s if sequence.request.options.session_id is not None else 0.0
             self.ranks[sequence.rank].remove(sequence, is_sound=reason != "error", keep_s=keep_s)
@@ -305,6 +327,8 @@ class Scheduler:
             rank.check_integrity()
             assert not any(sequence in self._waiting for sequence in rank.running)
         self._waiting.check_integrity()
+        queued = [sequence for sequence in itertools.chain(self._waiting, self._paused) if sequence.num_cached_tokens is None]
+        assert (self.num_queued, self.num_queued_tokens) == (len(queued), sum(sequence.num_prompt_tokens for sequence in queued))
         for sequence in itertools.chain(self._waiting, self._paused):
             assert sequence.status is (SequenceStatus.PAUSED if sequence in self._paused else SequenceStatus.WAITING)
             assert sequence.slot == -1 and not sequence.page_ids and sequence.num_computed_tokens == 0
@@ -327,6 +351,7 @@ class Scheduler:
             chosen.rank.start(head, chosen.plan, chosen.room)
             if is_first_time and head.num_cached_tokens is not None:
                 head.scheduled_s = now_s
+                self._leave_queue(head)
                 self.num_hit_tokens += head.num_cached_tokens
                 self.num_miss_tokens += head.num_prompt_tokens - head.num_cached_tokens
             head = queue.peek()
@@ -335,6 +360,11 @@ class Scheduler:
         rooms = ((rank, plan, rank.room_for(sequence, plan)) for rank, plan in zip(self.ranks, plans, strict=True))
         candidates = [Candidate(rank, plan, room) for rank, plan, room in rooms if room is not None]
         return self._place(sequence, candidates) if candidates else None
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        """Counts the end of a sequence's first wait."""
+        self.num_queued -= 1
+        self.num_queued_tokens -= sequence.num_prompt_tokens
 
     def _on_preempted(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -17,7 +17,7 @@ from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
-from jaxserve.serving.grpc_api.servicer import InferenceServicer, parse_or_error
+from jaxserve.serving.grpc_api.servicer import InferenceServicer, authorization_of, parse_or_error
 from jaxserve.serving.ports import listen
 from jaxserve.serving.service import InferenceService
 
@@ -52,7 +52,7 @@ class GrpcServer:
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
         )
-        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.server.api_keys), _Parser()], options=options)
+        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.read_tenants().by_key), _Parser()], options=options)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config)), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -89,8 +89,8 @@ class GrpcServer:
 class _KeyGuard(grpc.aio.ServerInterceptor):
     """Refuses calls without an API key, health aside."""
 
-    def __init__(self, api_keys: Sequence[str]) -> None:
-        self._api_keys = tuple(api_keys)
+    def __init__(self, tenants_by_key: Mapping[str, str]) -> None:
+        self._tenants_by_key = tenants_by_key
 
     async def intercept_service(
         self,
@@ -98,10 +98,8 @@ class _KeyGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
-            metadata = dict(handler_call_details.invocation_metadata)
-            authorization = metadata.get("authorization", "")
             try:
-                require_key(authorization.encode() if isinstance(authorization, str) else authorization, self._api_keys)
+                require_key(authorization_of(handler_call_details.invocation_metadata), self._tenants_by_key)
             except UnauthenticatedError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)

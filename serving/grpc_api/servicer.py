@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable
 from typing import Any
 
 import grpc.aio
@@ -47,7 +47,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             given = _sampling_given(request)
             with client_names({"prompt": request.WhichOneof("input") or "input"}):
                 params = service.sampling_params(given)
-                options = service.request_options(_given(request, OPTION_FIELDS))
+                options = service.request_options(_given(request, OPTION_FIELDS), service.tenant_of(authorization_of(context.invocation_metadata())))
                 token_ids = await self._prompt(request)
                 truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
                 request_id = _request_id(request.request_id)
@@ -133,10 +133,18 @@ async def _answering(context: Context) -> AsyncIterator[None]:
         raise
     except Exception as error:
         report = report_error(error)
-        details = (("error-code", report.code), ("error-param", report.param))
+        details = [("error-code", report.code), ("error-param", report.param)]
+        if report.retry_after_s is not None:
+            details += [("retry-after", str(report.retry_after_s)), ("grpc-retry-pushback-ms", str(1000 * report.retry_after_s))]
         # Metadata is ASCII; a field's name from the client may not be.
         metadata = tuple((name, value.encode("ascii", "replace").decode()) for name, value in details if value)
         await context.abort(getattr(grpc.StatusCode, report.row.grpc_code), report.message[:MAX_MESSAGE_CHARS], metadata)
+
+
+def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
+    """The value of a call's ``authorization``; empty without one."""
+    value = dict(metadata or ()).get("authorization", "")
+    return value.encode() if isinstance(value, str) else value
 
 
 def parse_or_error(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
@@ -190,6 +198,8 @@ def _response(output: RequestOutput) -> pb.GenerateResponse:
     if output.finish_reason is None:
         return response
     response.finish_reason = output.finish_reason
+    if output.degraded_max_tokens is not None:
+        response.degraded_max_tokens = output.degraded_max_tokens
     if isinstance(output.stop_reason, str):
         response.stop_string = output.stop_reason
     elif output.stop_reason is not None:

@@ -34,7 +34,7 @@ def create_app(engine: ServedEngine, config: Config) -> fastapi.FastAPI:
     """
     service = InferenceService(engine, config)
     app = fastapi.FastAPI(title="jaxserve", version=service.version, redirect_slashes=False)
-    app.add_middleware(FrontDoor, api_keys=config.server.api_keys)
+    app.add_middleware(FrontDoor, tenants_by_key=config.read_tenants().by_key)
     app.add_exception_handler(JaxserveError, _on_jaxserve_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.include_router(_probes(service))

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """Answered without an API key: load balancers have none."""
 
+TENANT_KEY = "jaxserve.tenant"
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -29,12 +31,12 @@ class FrontDoor:
 
     Args:
         app: The application.
-        api_keys: See ``ServerConfig``.
+        tenants_by_key: See ``require_key``. The tenant is left in the scope as ``TENANT_KEY``.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, tenants_by_key: Mapping[str, str]) -> None:
         self._app = app
-        self._api_keys = tuple(api_keys)
+        self._tenants_by_key = tenants_by_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +57,7 @@ class FrontDoor:
 
         try:
             if scope["path"] not in OPEN_PATHS:
-                require_key(headers.get("authorization", "").encode("latin-1"), self._api_keys)
+                scope[TENANT_KEY] = require_key(headers.get("authorization", "").encode("latin-1"), self._tenants_by_key)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             response = error_response(error)  # logs it if it is unexpected

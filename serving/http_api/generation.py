@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request, RequestOutput, Usage
+from jaxserve.serving.http_api.front_door import TENANT_KEY
 from jaxserve.serving.http_api.responses import DONE_EVENT, ClientGoneError, EventStream, JsonResponse, json_bytes, unless_gone
 from jaxserve.serving.http_api.schemas import ChatBody, CompletionBody
 from jaxserve.serving.service import InferenceService, client_names
@@ -86,7 +87,7 @@ async def complete(service: InferenceService, http_request: HttpRequest, body: C
 
     async def prepare(answer_id: str) -> list[Request]:
         params = service.sampling_params(body.sampling_given())
-        options = service.request_options(body.options_given())
+        options = service.request_options(body.options_given(), http_request.scope.get(TENANT_KEY, ""))
         token_ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         request_ids = [answer_id] if len(token_ids) == 1 else [f"{answer_id}-{index}" for index in range(len(token_ids))]
         limits = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "default_max_tokens": DEFAULT_COMPLETION_TOKENS}
@@ -111,7 +112,7 @@ async def chat(service: InferenceService, http_request: HttpRequest, body: ChatB
             names["max_tokens"] = "max_completion_tokens"
         with client_names(names):
             params = service.sampling_params(given)
-            options = service.request_options(body.options_given())
+            options = service.request_options(body.options_given(), http_request.scope.get(TENANT_KEY, ""))
             token_ids = await service.encode_chat(
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
@@ -149,7 +150,7 @@ async def _whole(service: InferenceService, requests: Sequence[Request], form: A
             texts[index].append(output.text)
             last[index] = output
     choices = [_choice(index, form.whole("".join(parts)), last[index]) for index, parts in enumerate(texts)]
-    return head | {"choices": choices, "usage": _usage([output.usage for output in last.values()])}
+    return head | {"choices": choices, "usage": _usage([output.usage for output in last.values()])} | _degraded(last.values())
 
 
 async def _chunks(
@@ -158,7 +159,7 @@ async def _chunks(
     """The events of a stream: an opening, texts and exactly one finish reason per choice, then the usage if asked for, then ``[DONE]``."""
     prefix = b"data: " + json_bytes(head)[:-1] + b',"choices":['
     unopened = set(range(len(requests)))
-    usages: list[Usage] = []
+    ended: list[RequestOutput] = []
     async with contextlib.aclosing(service.run_all(requests)) as outputs:
         async for index, output in outputs:
             choices: list[dict[str, Any]] = []
@@ -170,11 +171,12 @@ async def _chunks(
                 choices.append(_choice(index, form.delta(output.text)))
             if output.finish_reason is not None:
                 choices.append(_choice(index, form.delta(""), output))
-                usages.append(output.usage)
+                ended.append(output)
             if choices:
                 yield b"".join([prefix + json_bytes(choice) + b"]}\n\n" for choice in choices])
     if include_usage:
-        yield prefix + b'],"usage":' + json_bytes(_usage(usages)) + b"}\n\n"
+        last = {"choices": [], "usage": _usage([output.usage for output in ended])}
+        yield b"data: " + json_bytes(head | last | _degraded(ended)) + b"\n\n"
     yield DONE_EVENT
 
 
@@ -182,6 +184,12 @@ def _choice(index: int, content: dict[str, Any], last: RequestOutput | None = No
     if last is None:
         return {"index": index, **content, "logprobs": None, "finish_reason": None}
     return {"index": index, **content, "logprobs": None, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+
+
+def _degraded(ended: Iterable[RequestOutput]) -> dict[str, Any]:
+    """A member of the answer that says that the server limited it; none if it did not."""
+    limits = [output.degraded_max_tokens for output in ended if output.degraded_max_tokens is not None]
+    return {"degraded": {"max_tokens": min(limits)}} if limits else {}
 
 
 def _usage(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def error_response(error: Exception) -> JsonResponse:
         headers["WWW-Authenticate"] = "Bearer"
     elif status == 413:
         headers["Connection"] = "close"  # the rest of the body is not read
-    elif status == 503:
-        headers["Retry-After"] = "1"
+    if report.retry_after_s is not None:
+        headers["Retry-After"] = str(report.retry_after_s)
     return JsonResponse(report.body(), status, headers)
 
 

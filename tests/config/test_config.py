@@ -92,7 +92,7 @@ def test_secrets_stay_out_and_their_placeholder_is_no_key(tmp_path: Path) -> Non
         ("port=1", "unknown config key 'port'; did you mean 'server.port'?"),
         ("dtype=float32", "unknown config key 'dtype'; did you mean 'model.dtype'?"),
         ("serve.port=1", "unknown config key 'serve.port'; did you mean 'server.port'?"),
-        ("zzz.qqq=1", "unknown config key 'zzz.qqq'; known sections: platform, model, mesh, sharding, cache, scheduler, engine, server, distributed"),
+        ("zzz.qqq=1", "unknown config key 'zzz.qqq'; known sections: platform, model, mesh, sharding, cache, scheduler, engine, server, tenants, distributed"),
         ("cache=1", "unknown config key 'cache'; known sections:"),
         ("words", "'words' is no override; must be section.key=value"),
         ("platform=cuda", "platform is 'cuda'; must be one of auto, cpu, gpu, tpu"),
