@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import get_args
 
+from jaxserve.engine.schedule import PendingStep, Schedule
 from jaxserve.engine.sequence import Sequence
 from jaxserve.request import FinishReason, RequestTimes
 
@@ -141,23 +142,21 @@ class Meter:
             self._inter_token_s.observe(now_s - previous_s, num_steady)
         self._last_tokens_s = now_s
 
-    def step(self, *, num_sequences: int, num_tokens: int, bucket_sequences: int, bucket_tokens: int, total_s: float, wait_s: float) -> None:
+    def step(self, schedule: Schedule, step: PendingStep, *, total_s: float, wait_s: float) -> None:
         """Notes a step that did not fail.
 
         Args:
-            num_sequences: Of the schedule.
-            num_tokens: Of the schedule.
-            bucket_sequences: What it was padded to.
-            bucket_tokens: What it was padded to.
-            total_s: How long the whole step took.
-            wait_s: How long of it the device was waited for.
+            schedule: What ran.
+            step: What it was padded to.
+            total_s: How long all of it took, scheduling and output included.
+            wait_s: How long of this the device was waited for.
         """
         self._step_s.observe(total_s)
         self._step_host_s.observe(total_s - wait_s)
-        self._step_sequences.observe(num_sequences)
-        self._step_tokens.observe(num_tokens)
-        self._bucket_sequences.observe(bucket_sequences)
-        self._bucket_tokens.observe(bucket_tokens)
+        self._step_sequences.observe(sum(len(rank.sequences) for rank in schedule.ranks))
+        self._step_tokens.observe(sum(rank.num_tokens for rank in schedule.ranks))
+        self._bucket_sequences.observe(step.num_bucket_sequences)
+        self._bucket_tokens.observe(step.num_bucket_tokens)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now_s: float) -> RequestTimes:
         """Notes the end of a request, and tells its times."""

@@ -27,6 +27,14 @@ class SwapSpace:
         self._pool = PagePool(num_pages, page_size)
         self._moves: list[tuple[int, int]] = []  # decided, but not in a schedule yet
 
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pool.num_free
+
     def has_room(self, num_pages: int) -> bool:
         return self._pool.num_free >= num_pages
 
