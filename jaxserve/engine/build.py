@@ -90,7 +90,8 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
 def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkpoint: Checkpoint, config: Config) -> Engine:
     """The host half on a runner that is ready."""
     name = config.server.served_model_name or checkpoint.name
-    return Engine(runner, tokenizer, model.spec, config, model_name=name, sampling_defaults=checkpoint.generation_defaults)
+    defaults = checkpoint.generation_defaults
+    return Engine(runner, tokenizer, model.spec, config, model_name=name, model_revision=checkpoint.revision, sampling_defaults=defaults)
 
 
 def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
