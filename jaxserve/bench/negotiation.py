@@ -15,7 +15,7 @@ from jaxserve.bench.prompts import WORDS, IdPrompts, PromptMaker, WordPrompts
 from jaxserve.bench.target import RequestFailedError, Stream
 from jaxserve.errors import BenchmarkError
 
-PROBE_LEN = 24
+PROBE_LEN = 16
 
 MAX_TOKENS_PER_WORD = 1.5
 """Of words together: beyond it hardly one is a single token, and looking for it costs two questions a word."""
@@ -35,12 +35,16 @@ class Wishes:
         prompts: ``ids``, ``text``, or ``auto``: ids where they are taken.
         fields: Fields to send unless the server refuses them; they change only how exact the figures are.
         required: Fields to send whatever the server says.
+        prefixed: Whether prompts begin with a shared prefix, in a chat a system message.
+        multi_turn: Whether sessions have several turns.
     """
 
     endpoint: Literal["completions", "chat"]
     prompts: Literal["auto", "ids", "text"]
     fields: Mapping[str, Any]
     required: Mapping[str, Any]
+    prefixed: bool = False
+    multi_turn: bool = False
 
 
 async def served_model(client: HttpClient, wanted: str | None, url: str) -> str:
@@ -96,7 +100,7 @@ async def negotiate(client: HttpClient, model: str, wishes: Wishes, tokenizer: C
             return dataclasses.replace(probe, prompts=IdPrompts())
         if wishes.prompts == "ids":
             raise BenchmarkError("the server does not take token ids as a prompt; leave out --prompts ids")
-    return dataclasses.replace(probe, prompts=await _text_prompts(probe, tokenizer))
+    return dataclasses.replace(probe, prompts=await _text_prompts(probe, wishes, tokenizer))
 
 
 async def _settle_fields(probe: OpenAITarget, wishes: Wishes) -> OpenAITarget:
@@ -124,13 +128,13 @@ async def _takes_ids(probe: OpenAITarget) -> bool:
     return stream.prompt_tokens in (None, PROBE_LEN)
 
 
-async def _ask(target: OpenAITarget, length: int = PROBE_LEN, key: str = "probe") -> Stream:
+async def _ask(target: OpenAITarget, segments: tuple[Segment, ...] = (Segment("probe", PROBE_LEN),)) -> Stream:
     stream = Stream()
-    await target.run(target.prepare(PlannedRequest(0, None, (Segment(key, length),), output_len=2, session=0)), stream)
+    await target.run(target.prepare(PlannedRequest(0, None, segments, output_len=2, session=0)), stream)
     return stream
 
 
-async def _text_prompts(probe: OpenAITarget, tokenizer: Callable[[str], int] | None) -> PromptMaker:
+async def _text_prompts(probe: OpenAITarget, wishes: Wishes, tokenizer: Callable[[str], int] | None) -> PromptMaker:
     """Words that are one token each by the tokenizer or the server's ``/tokenize``, less what server and template add by the server's own count."""
     count = _local_count(tokenizer) if tokenizer else await _server_count(probe)
     words, source = WORDS, "common words, taken to be a token each"
@@ -139,21 +143,39 @@ async def _text_prompts(probe: OpenAITarget, tokenizer: Callable[[str], int] | N
         source = "words of one token each, by the tokenizer given" if tokenizer else "words of one token each, by the server's /tokenize"
     if len(words) < 16:
         words, count, source = WORDS, None, "common words, few of which are one token each"
-    lengths = (PROBE_LEN, PROBE_LEN * 2)
     calibrated = dataclasses.replace(probe, prompts=WordPrompts(words))
-    try:
-        counted = [(await _ask(calibrated, length, f"calibrate/{length}")).prompt_tokens for length in lengths]
-    except RequestFailedError as error:
-        raise BenchmarkError(f"the server refuses a prompt of about {lengths[1]} words: {error}") from None
-    if counted[0] is None or counted[1] is None:
+
+    async def counted(length: int, *, turns: int = 1) -> tuple[int, int | None]:
+        """Words of a small request shaped like the workload's, and its tokens."""
+        segments = _conversation(wishes, length, turns)
+        try:
+            return length * len(segments), (await _ask(calibrated, segments)).prompt_tokens
+        except RequestFailedError as error:
+            raise BenchmarkError(f"the server refuses a prompt of about {length * len(segments)} words: {error}") from None
+
+    (few, few_tokens), (more, more_tokens) = await counted(PROBE_LEN), await counted(PROBE_LEN * 2)
+    if few_tokens is None or more_tokens is None:
         logger.warning("the server does not say how long prompts are: their lengths are estimates (%s)", source)
         return WordPrompts(words, exact=False, source=source)
-    tokens_per_word = (counted[1] - counted[0]) / (lengths[1] - lengths[0])
+    tokens_per_word = (more_tokens - few_tokens) / (more - few)
+    overhead = round(few_tokens - few * tokens_per_word)
+    turn_overhead = 0
+    if wishes.multi_turn:
+        longer, longer_tokens = await counted(PROBE_LEN, turns=2)
+        turn_overhead = round((longer_tokens or 0) - longer * tokens_per_word) - overhead
     if tokens_per_word == 1.0:
-        return WordPrompts(words, overhead=counted[0] - lengths[0], source=f"{source}, confirmed by the server's usage")
+        return WordPrompts(words, overhead, turn_overhead, source=f"{source}, confirmed by the server's usage")
     logger.warning("words have %.2f tokens on this server: lengths of prompts are estimates", tokens_per_word)
-    overhead = round(counted[0] - lengths[0] * tokens_per_word)
-    return WordPrompts(words, overhead=overhead, tokens_per_word=tokens_per_word, exact=False, source=f"{source}, scaled by the server's usage")
+    return WordPrompts(words, overhead, turn_overhead, tokens_per_word, exact=False, source=f"{source}, scaled by the server's usage")
+
+
+def _conversation(wishes: Wishes, length: int, turns: int) -> tuple[Segment, ...]:
+    """Segments of ``length`` with the roles of a session's request number ``turns``: what a template adds depends on them."""
+    prefix = (Segment("calibrate/prefix", length, "system"),) if wishes.prefixed else ()
+    said = tuple(
+        segment for turn in range(1, turns) for segment in (Segment(f"calibrate/{turn}", length), Segment(f"calibrate/answer/{turn}", length, "assistant"))
+    )
+    return (*prefix, *said, Segment("calibrate/last", length))
 
 
 def _local_count(tokenizer: Callable[[str], int]) -> Count:

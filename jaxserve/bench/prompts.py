@@ -81,12 +81,15 @@ class WordPrompts:
 
     Args:
         words: Each is one token where it follows a blank.
-        overhead: Tokens that server and template add to a prompt; they count as part of its length. The last segment is that much shorter, but never empty.
+        overhead: Tokens that server and template add to the first request of a session; they count as part of its length: the last segment is that much
+            shorter, but never empty.
+        turn_overhead: What each further turn (an answer and a question) adds.
         tokens_per_word: Where words could not be told from several tokens: how many tokens one has on average.
     """
 
     words: tuple[str, ...] = WORDS
     overhead: int = 0
+    turn_overhead: int = 0
     tokens_per_word: float = 1.0
     exact: bool = True
     source: str = "words"
@@ -99,7 +102,7 @@ class WordPrompts:
 
     def _texts(self, segments: Sequence[Segment]) -> list[str]:
         lengths = [segment.length for segment in segments]
-        lengths[-1] -= self.overhead
+        lengths[-1] -= self.overhead + self.turn_overhead * sum(segment.role == "assistant" for segment in segments)
         counts = [max(1, round(length / self.tokens_per_word)) for length in lengths]
         return [" ".join(_words(segment.key, count, self.words)) for segment, count in zip(segments, counts, strict=True)]
 

@@ -211,7 +211,8 @@ async def open_session(options: ServerOptions, workload: Workload) -> AsyncGener
     client = HttpClient(url, {"authorization": f"Bearer {options.api_key}"} if options.api_key else None)
     try:
         model = await served_model(client, options.model, url)
-        wishes = Wishes(workload.endpoint, options.prompts, _wished_fields(options, workload), options.fields)
+        shape = {"prefixed": workload.prefix_len > 0, "multi_turn": workload.turns > 1}
+        wishes = Wishes(workload.endpoint, options.prompts, _wished_fields(options, workload), options.fields, **shape)
         target: OpenAITarget = await negotiate(client, model, wishes, options.count_tokens)
         info = ServerInfo(
             url, model, "openai" if workload.endpoint == "completions" else "openai-chat", target.prompts.source, target.prompts.exact, target.fields

@@ -164,7 +164,7 @@ class FakeServer:
         return None
 
     async def _generate(self, given: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
-        prompt_tokens = 4 + sum(len(message["content"].split()) for message in given["messages"]) if chat else _count(given["prompt"])
+        prompt_tokens = 4 + sum(3 + len(message["content"].split()) for message in given["messages"]) if chat else _count(given["prompt"])
         count = given.get("max_tokens", 16)
         stream = given.get("stream", False)
         if stream:

@@ -194,12 +194,12 @@ def test_prompts_are_ids_where_they_are_taken() -> None:
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("how", ["tokenize", "usage", "local"])
 def test_text_prompts_have_true_lengths(endpoint: Any, how: str) -> None:
-    """The fake server's chat adds four tokens, as templates do: they count as part of the length."""
+    """The fake server's chat adds four tokens and three a message, as templates do: they count as part of the length."""
     server = fake(token_ids=False, tokenizer=how == "tokenize")
     count = (lambda text: len(text.split())) if how == "local" else None
-    work = Workload(arrival="closed", concurrency=1, num_requests=3, output_len="3", input_len="40", prefix_len=20, endpoint=endpoint)
+    work = Workload(arrival="closed", concurrency=1, num_requests=3, output_len="3", input_len="40", prefix_len=20, turns=3, endpoint=endpoint)
     result = asyncio.run(bench(server, work, count_tokens=count))
-    assert [record.prompt_tokens for record in result.run.records] == [60, 60, 60]
+    assert [record.prompt_tokens for record in result.run.records] == [60, 103, 146]
     assert result.info.exact_prompts
 
 
