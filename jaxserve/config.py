@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,15 @@ from jaxserve.errors import ConfigError
 from jaxserve.tenants import TenantLimits, Tenants, read_tenants
 
 REDACTED = "***"
+
+_SECRETS: Mapping[str, Callable[[str], str]] = MappingProxyType(
+    {
+        "server.api_keys": lambda _: REDACTED,
+        "server.admin_keys": lambda _: REDACTED,
+        "tenants.keys": lambda text: f"{text.partition('=')[0]}={REDACTED}",
+    }
+)
+"""Key -> how one of its values is shown."""
 
 MeshAxis = Literal["data", "model"]
 """Axes of the device mesh: ``data`` splits sequences, ``model`` splits each layer."""
@@ -191,6 +200,9 @@ class ServerConfig:
         api_keys: Any of these opens both APIs; none leaves them open.
         max_body_bytes: Larger request bodies are refused.
         drain_timeout_s: How long running requests may go on after SIGTERM or Ctrl-C.
+        log_requests: Log a line about each request that has ended: its settings, counts and times, never its prompt.
+        otlp_endpoint: Where traces go, over OTLP/HTTP, such as ``http://localhost:4318``; ``None`` makes none. Needs the extra ``otel``.
+        admin_keys: Any of these opens ``/debug``; without one it does not exist.
     """
 
     host: Annotated[str, NotBlank()] = "127.0.0.1"
@@ -200,6 +212,9 @@ class ServerConfig:
     api_keys: Annotated[tuple[str, ...], NotBlank()] = ()
     max_body_bytes: Annotated[int, Between(1024, 2**31 - 1)] = 8 * 1024 * 1024
     drain_timeout_s: Annotated[float, Between(0, 86_400)] = 30.0
+    log_requests: bool = True
+    otlp_endpoint: Annotated[str, NotBlank()] | None = None
+    admin_keys: Annotated[tuple[str, ...], NotBlank()] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,9 +286,9 @@ class Config:
             raise ConfigError("scheduler.preemption is swap and cache.num_host_pages is 0; one must change: there is no host memory to swap to")
         if self.server.port and self.server.port == self.server.grpc_port:
             raise ConfigError(f"server.grpc_port is {self.server.grpc_port}; must differ from server.port, which is the same")
-        if REDACTED in self.server.api_keys or any(text.endswith(f"={REDACTED}") for text in self.tenants.keys):
-            where = "server.api_keys" if REDACTED in self.server.api_keys else "tenants.keys"
-            raise ConfigError(f"{where} is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
+        for key in _SECRETS:
+            if any(text.rpartition("=")[2] == REDACTED for text in cast(tuple[str, ...], _lookup(self, key))):
+                raise ConfigError(f"{key} is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
         self.read_tenants()
 
     def read_tenants(self) -> Tenants:
@@ -338,10 +353,8 @@ def to_yaml(config: Config, *, show_secrets: bool = False) -> str:
     for key in _declared():
         section, _, name = key.rpartition(".")
         value = _lookup(config, key)
-        if key == "server.api_keys" and not show_secrets:
-            value = tuple(REDACTED for _ in config.server.api_keys)
-        if key == "tenants.keys" and not show_secrets:
-            value = tuple(f"{text.partition('=')[0]}={REDACTED}" for text in config.tenants.keys)
+        if key in _SECRETS and not show_secrets:
+            value = tuple(_SECRETS[key](text) for text in cast(tuple[str, ...], value))
         (tree.setdefault(section, {}) if section else tree)[name] = [*cast(tuple[object, ...], value)] if isinstance(value, tuple) else value
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=160)
 
