@@ -6,6 +6,7 @@ import typer
 
 from jaxserve.cli.bench_compare import compare
 from jaxserve.cli.bench_serve import serve
+from jaxserve.cli.bench_step import step
 
 bench = typer.Typer(help="Benchmark servers and the engine.", no_args_is_help=True, rich_markup_mode="rich")
 
@@ -17,3 +18,4 @@ def _group() -> None:
 
 bench.command()(serve)
 bench.command()(compare)
+bench.command()(step)

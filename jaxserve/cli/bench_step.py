@@ -1,0 +1,114 @@
+"""``jaxserve bench step``: where the time of one engine step goes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli import bench_options
+from jaxserve.cli.bench_engine import open_engine, whole_numbers
+from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
+from jaxserve.config import SchedulerConfig
+from jaxserve.errors import ConfigError
+from jaxserve.platform import choose_platform
+
+_STEPS = "Steps"
+
+
+def step(
+    words: Words = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,M,…", help="Decode steps of so many sequences.", rich_help_panel=_STEPS, show_default="1,8,32 without others")
+    ] = None,
+    prefill: Annotated[
+        str | None, typer.Option(metavar="N,M,…", help="Steps of one prompt of so many tokens.", rich_help_panel=_STEPS, show_default=False)
+    ] = None,
+    mixed: Annotated[
+        str | None, typer.Option(metavar="B+N,…", help="Steps of B decodes and one prompt of N tokens.", rich_help_panel=_STEPS, show_default=False)
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens that each decoding sequence attends to.", rich_help_panel=_STEPS)] = 200,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of each kind that count.", rich_help_panel=_STEPS)] = 20,
+    json_file: bench_options.JsonFile = None,
+    config: ConfigFiles = None,
+    platform: PlatformOption = None,
+    mesh: MeshOption = None,
+    compiled: CompiledOption = None,
+    debug: Debug = False,
+) -> None:
+    """Take steps of the engine apart: host schedule, batch build, dispatch, device, fetch, update and output; beside them bytes, FLOPs, MBU and MFU.
+
+    The ceilings of MBU and MFU are measured on this machine just before.
+
+    Examples:
+
+        jaxserve bench step
+
+        jaxserve bench step gemma3-270m --batch 1,8 --prefill 128,512 --mixed 31+128 --json step.json
+    """
+    batches, prompts = whole_numbers(batch, "--batch"), whole_numbers(prefill, "--prefill")
+    both = _pairs(mixed)
+    if not (batches or prompts or both):
+        batches = [1, 8, 32]
+    usual = SchedulerConfig()
+    sequences = max([*batches, *(decodes + 1 for decodes, _ in both), usual.max_num_seqs])
+    tokens = max([*prompts, *map(sum, both), sequences, usual.max_tokens_per_step])
+    defaults = {
+        "engine.warmup": False,  # only what is measured is compiled
+        "engine.check_integrity": False,  # a server is hardly ever idle, the end of each prefill is
+        "scheduler.max_num_seqs": sequences,
+        "scheduler.max_tokens_per_step": tokens,
+    }
+    resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
+    choose_platform(resolved.platform)
+
+    import jax
+    from rich.console import Console
+
+    from jaxserve.bench import report, step_report
+    from jaxserve.bench.ceilings import measure_ceilings
+    from jaxserve.bench.steps import StepBench, check_shapes, shapes_of
+    from jaxserve.bench.surroundings import Watch, surroundings
+    from jaxserve.engine.execution import choose_execution
+    from jaxserve.mesh_shape import choose_mesh_shape
+    from jaxserve.plan.roofline import Split
+
+    name = jax.devices()[0].platform
+    shape = choose_mesh_shape(resolved.mesh, jax.device_count(), is_cpu=name == "cpu")
+    shapes, limits = list(shapes_of(batches, prompts, both)), resolved.scheduler
+    check_shapes(shapes, max_num_seqs=limits.max_num_seqs, max_tokens_per_step=limits.max_tokens_per_step, num_ranks=shape.data)
+    watch = Watch()
+    ceilings = measure_ceilings(resolved.model.dtype)
+    engine = open_engine(resolved)
+    bench = StepBench(engine, repeats=repeats, context=context)
+    measured = [bench.measure(one) for one in shapes]
+    kv_dtype = choose_execution(resolved, name).kv_dtype
+    split = Split(
+        spec=engine.spec, mesh=shape, rules=resolved.sharding, weight_bytes=jax.numpy.dtype(resolved.model.dtype).itemsize, kv_bytes=kv_dtype.itemsize
+    )
+    found = step_report.StepReport(
+        model=engine.model_name,
+        dtype=resolved.model.dtype,
+        kv_dtype=kv_dtype.name,
+        ceilings=ceilings,
+        results=step_report.results_of(split, ceilings, measured),
+        surroundings=surroundings(watch, shape.size),
+    )
+    step_report.print_report(found, Console())
+    if json_file is not None:
+        report.write_json(json_file, step_report.to_json(found))
+
+
+def _pairs(text: str | None) -> list[tuple[int, int]]:
+    """Reads ``31+128,7+64``.
+
+    Raises:
+        ConfigError: Not of this form.
+    """
+    pairs: list[tuple[int, int]] = []
+    for part in text.split(",") if text is not None else ():
+        decodes, plus, prompt = part.partition("+")
+        if not plus or not (decodes.strip().isdigit() and prompt.strip().isdigit()) or not int(decodes) or int(prompt) < 2:
+            raise ConfigError(f"--mixed is {text!r}; must be DECODES+TOKENS separated by commas, such as 31+128, with at least 1 and 2")
+        pairs.append((int(decodes), int(prompt)))
+    return pairs
