@@ -53,6 +53,9 @@ def plan(
     sort: Annotated[Sort, typer.Option(help="Order of the table.")] = Sort.given,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object and nothing else on stdout.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with plots.", show_default=False)] = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON lines of measured steps to set beside the predictions (docs/plan.md).", show_default=False)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Compare mesh layouts without owning the chips: does it fit, what crosses the links, and a predicted step time.
@@ -81,6 +84,7 @@ def plan(
     from jaxserve.plan.budget import budget as make_budget
     from jaxserve.plan.budget import format_budget
     from jaxserve.plan.html import write_page
+    from jaxserve.plan.measured import Measured, comparisons, read_measured
     from jaxserve.plan.planner import Question, plan_layouts
     from jaxserve.plan.request import Load
     from jaxserve.plan.target import parse_target
@@ -88,6 +92,7 @@ def plan(
 
     if html is not None:
         require_matplotlib()
+    seen: Measured = {} if measured is None else read_measured(measured)
     targets = [parse_target(text) for text in on]
     wanted = mesh or ["all"]
     layouts = [
@@ -107,15 +112,16 @@ def plan(
     plans.sort(key=report.SORTS[sort.value])
     best = best_layouts(plans)
     misfits = what_would_fit(question, plans)
+    remarks = [*report.reasons(plans, best), *comparisons(plans, seen)]
     budgets = [make_budget(question, one) if budget and one.status != "refused" else [] for one in plans]
     if html is not None:
-        write_page(html, question, plans, best, [*misfits, *report.reasons(plans, best)])
+        write_page(html, question, plans, best, [*misfits, *remarks])
     if as_json:
-        emit(json.dumps(report.as_json(plans, best)))
+        emit(json.dumps(report.as_json(plans, best, seen)))
     else:
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
         console.print(report.table(plans, best, load))
-        for line in report.reasons(plans, best):
+        for line in remarks:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         for one, lines in zip(plans, budgets, strict=True):
             if lines:

@@ -11,8 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxserve.plan.advice import Best
+from jaxserve.plan.measured import Measured
 from jaxserve.plan.planner import LayoutPlan, StepPlan
-from jaxserve.plan.request import Load
+from jaxserve.plan.request import STEPS, Load
 from jaxserve.plan.traffic import Collective
 
 GIB = 2**30
@@ -40,9 +41,9 @@ NOTE = (
 )
 
 
-def as_json(plans: Sequence[LayoutPlan], best: Sequence[Best]) -> dict[str, Any]:
+def as_json(plans: Sequence[LayoutPlan], best: Sequence[Best], measured: Measured) -> dict[str, Any]:
     """What ``--json`` prints."""
-    return {"layouts": [_layout_json(plan, [one.purpose for one in best if one.plan is plan]) for plan in plans]}
+    return {"layouts": [_layout_json(plan, [one.purpose for one in best if one.plan is plan], measured) for plan in plans]}
 
 
 def headers(load: Load) -> list[str]:
@@ -86,7 +87,7 @@ def reasons(plans: Sequence[LayoutPlan], best: Sequence[Best]) -> list[str]:
     return lines
 
 
-def _layout_json(plan: LayoutPlan, purposes: list[str]) -> dict[str, Any]:
+def _layout_json(plan: LayoutPlan, purposes: list[str], measured: Measured) -> dict[str, Any]:
     room = plan.room
     return {
         "target": str(plan.target),
@@ -100,11 +101,11 @@ def _layout_json(plan: LayoutPlan, purposes: list[str]) -> dict[str, Any]:
         "room": None if room is None else {"tokens": room.tokens, "sequences": room.sequences, "predicted": room.predicted and _rounded(room.predicted)},
         "compile_s": round(plan.compile_s, 2),
         "attention": plan.attention,
-        **{name: _step_json(plan.steps.get(name)) for name in ("decode", "mixed")},  # type: ignore[arg-type]
+        **{kind: _step_json(plan.steps.get(kind), measured.get((str(plan.target), plan.mesh, kind))) for kind in STEPS},
     }
 
 
-def _step_json(step: StepPlan | None) -> dict[str, Any] | None:
+def _step_json(step: StepPlan | None, measured_ms: float | None) -> dict[str, Any] | None:
     if step is None:
         return None
     return {
@@ -114,6 +115,7 @@ def _step_json(step: StepPlan | None) -> dict[str, Any] | None:
         "compile_s": step.compile_s,
         "temp": step.temp_bytes,
         "predicted": _rounded(step.predicted),
+        **({} if measured_ms is None else {"measured": {"step_ms": measured_ms}}),
     }
 
 

@@ -125,6 +125,18 @@ def test_a_page_is_self_contained(tmp_path):
     assert "<script" not in text and "src=" not in text and "<link" not in text
 
 
+def test_measured_steps_stand_beside_the_predicted(tmp_path):
+    file = tmp_path / "measured.jsonl"
+    file.write_text('{"target": "h200:8", "mesh": {"data": 1, "model": 8}, "step": "decode", "step_ms": 18.0}\n\n')
+    words = (MODEL, "--on", "h200:8", "--mesh", "data=1,model=8", "--measured", str(file))
+    (found,) = layouts(*words)
+    assert found["decode"]["measured"] == {"step_ms": 18.0} and "measured" not in found["mixed"]
+    ratio = 18 / found["decode"]["predicted"]["step_ms"]
+    assert f"18.00 ms, {ratio:.2f} times the predicted" in run(*words).stdout
+    file.write_text('{"target": "h200:8", "step": "decode", "step_ms": 18.0}')
+    assert "line 1 must hold" in str(run(*words).exception)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
