@@ -23,6 +23,8 @@ _PASSES = {"bitcast", "copy", "copy-start", "copy-done", "transpose", "convert",
 _LIST = re.compile(r"replica_groups=\{(\{[\d,{}\s]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_NUMBERING = re.compile(r"device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)")
+"""How the devices of such a mesh are numbered where that is not in its own order (JAX 0.10)."""
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}\s]*\})\}")
 
 
@@ -229,7 +231,11 @@ def _groups(attributes: str) -> list[list[int]]:
     if match:
         axes = {name: int(size) for name, size in re.findall(r"'?([\w]+)'?=(\d+)", match.group(1))}
         chosen = re.findall(r"[A-Za-z_]\w*", match.group(2))
-        devices = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+        devices = np.arange(math.prod(axes.values()))
+        numbering = _NUMBERING.search(attributes)
+        if numbering:
+            devices = devices.reshape(_numbers(numbering.group(1))).transpose(_numbers(numbering.group(2)))
+        devices = devices.reshape(tuple(axes.values()))
         order = [*(i for i, name in enumerate(axes) if name not in chosen), *(list(axes).index(name) for name in chosen)]
         return devices.transpose(order).reshape(-1, math.prod(axes[name] for name in chosen)).tolist()
     return []

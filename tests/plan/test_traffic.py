@@ -116,6 +116,8 @@ def test_a_known_trip_count_is_taken():
         ("[4,2]<=[8]", "other"),
         ("mesh['data'=2,'model'=4] {'data'}", "data"),
         ("mesh['data'=2,'model'=4] {'data','model'}", "data+model"),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", "model"),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}", "data"),
     ],
 )
 def test_every_form_of_groups_names_its_axis(groups, axis):
