@@ -142,6 +142,7 @@ class Engine:
         self._deadlines = Expiry()
         self._outputs: list[RequestOutput] = []  # of requests that ended between steps
         self._idle_until_s = 0.0
+        self._last_move: tuple[float, int] | None = None  # when the last step began, and the tokens that left the queue then; None without a queue
         self._num_failed_steps = 0  # in a row
         self._refused: Counter[RefusalReason] = Counter()
         self._num_steps = 0
@@ -149,6 +150,11 @@ class Engine:
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps, for its facts."""
+        return self._runner
 
     @property
     def has_work(self) -> bool:
@@ -295,8 +301,7 @@ class Engine:
         start_s = self._clock()
         ended, self._outputs = [*self._outputs, *self._expire(start_s)], []
         scheduler = self._scheduler
-        num_queued_tokens = scheduler.num_queued_tokens
-        schedule = scheduler.schedule(start_s)
+        schedule = self._schedule(start_s)
         if not schedule.sequences:
             self._idle_until_s = min(scheduler.wake_at_s, self._queue_timeouts.next_s, self._deadlines.next_s)
             assert not scheduler.has_work or scheduler.wake_at_s < math.inf, "requests in flight, yet nothing to run"
@@ -318,8 +323,6 @@ class Engine:
             self._meter.tokens(grown, fetched_s)
             outputs = [self._process(sequence) for sequence in grown]
             self._meter.step(schedule, pending, total_s=self._clock() - start_s, wait_s=fetched_s - dispatched_s)
-        if num_queued_tokens:
-            self._admission.speed.note(num_queued_tokens - scheduler.num_queued_tokens, self._clock() - start_s)
         self._check_if_idle()
         return ended + outputs if ended else outputs
 
@@ -444,6 +447,17 @@ class Engine:
         if not logged:
             logger.error("request %s failed", sequence.request.request_id, exc_info=error)
         return self._emit(sequence, (), Delta("", "error"), f"{type(error).__name__}: {error}")
+
+    def _schedule(self, now_s: float) -> Schedule:
+        """The next step; and how fast the queue moved in the last one goes into the estimates of waiting times."""
+        scheduler = self._scheduler
+        if self._last_move is not None:
+            since_s, num_tokens = self._last_move
+            self._admission.speed.note(num_tokens, now_s - since_s)
+        num_queued_tokens = scheduler.num_queued_tokens
+        schedule = scheduler.schedule(now_s)
+        self._last_move = (now_s, num_queued_tokens - scheduler.num_queued_tokens) if num_queued_tokens else None
+        return schedule
 
     def _expire(self, now_s: float) -> list[RequestOutput]:
         """Ends the requests whose time is up."""

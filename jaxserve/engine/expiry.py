@@ -37,4 +37,6 @@ class Expiry:
     @property
     def next_s(self) -> float:
         """The next time to look; infinity for never."""
+        while self._heap and self._heap[0][2].status is SequenceStatus.FINISHED:
+            heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else float("inf")

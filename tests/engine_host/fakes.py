@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxserve.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
@@ -200,11 +201,23 @@ def fake_spec(max_position: int = 128) -> ModelSpec:
     )
 
 
-def fake_engine(runner: FakeRunner | None = None, *, max_position: int = 128, max_tokens_per_step: int = 16, seed: int = 0) -> Engine:
+def fake_engine(
+    runner: FakeRunner | None = None,
+    *,
+    max_position: int = 128,
+    max_tokens_per_step: int = 16,
+    seed: int = 0,
+    scheduler: SchedulerConfig | None = None,
+    engine: EngineConfig | None = None,
+    tenants: TenantsConfig | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
     runner = runner or FakeRunner()
     config = Config(
         model=ModelConfig(source="fake"),
-        cache=CacheConfig(page_size=runner.page_size, num_pages=runner.num_pages),
-        scheduler=SchedulerConfig(max_num_seqs=runner.max_num_seqs, max_tokens_per_step=max_tokens_per_step),
+        cache=CacheConfig(page_size=runner.page_size, num_pages=runner.num_pages, num_host_pages=runner.num_host_pages),
+        scheduler=scheduler or SchedulerConfig(max_num_seqs=runner.max_num_seqs, max_tokens_per_step=max_tokens_per_step),
+        engine=engine or EngineConfig(),
+        tenants=tenants or TenantsConfig(),
     )
-    return Engine(runner, FakeTokenizer(), fake_spec(max_position), config, model_name="fake", seed=seed)  # pyright: ignore[reportArgumentType]
+    return Engine(runner, FakeTokenizer(), fake_spec(max_position), config, model_name="fake", seed=seed, clock=clock)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -11,11 +12,20 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine, fold_seed
 from jaxserve.engine.schedule import Schedule
-from jaxserve.errors import ContextLengthError, EngineDeadError, EngineNotReadyError, InvalidRequestError, ModelUnavailableError
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.errors import (
+    ContextLengthError,
+    DeadlineExceededError,
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    ModelUnavailableError,
+    OverloadedError,
+)
+from jaxserve.request import RequestOptions, RequestOutput, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine, plain_run
 
 
@@ -35,8 +45,9 @@ class SlowRunner(FakeRunner):
 
 
 @contextlib.asynccontextmanager
-async def serving(runner: FakeRunner | None = None) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(lambda: fake_engine(runner or SlowRunner(num_pages=64, page_size=4, max_num_seqs=16), max_tokens_per_step=64))
+async def serving(runner: FakeRunner | None = None, **options: Any) -> AsyncIterator[AsyncEngine]:
+    options = {"max_tokens_per_step": 64} | options
+    engine = AsyncEngine(lambda: fake_engine(runner or SlowRunner(num_pages=64, page_size=4, max_num_seqs=16), **options))
     engine.start()
     try:
         await engine.wait_ready()
@@ -296,3 +307,116 @@ def test_close_ends_streams() -> None:
             assert (await task)[-1].finish_reason == "abort"
 
     run(body())
+
+
+def test_a_slow_reader_is_paused_and_others_go_on() -> None:
+    async def body() -> None:
+        async with serving(engine=EngineConfig(reader_buffer=4)) as engine:
+            slow = engine.generate(engine.make_request([1], SamplingParams(max_tokens=60, seed=3)))
+            got = [await anext(slow)]
+            while engine.stats().num_paused == 0:
+                await asyncio.sleep(0.001)
+            before = engine.stats()
+            assert len(await collect(engine, [2], max_tokens=50)) > 1
+            after = engine.stats()
+            assert after.num_paused == 1 and after.num_running == 0
+            assert after.num_generated_tokens - before.num_generated_tokens <= 50 + 4
+            got += [output async for output in slow]
+            assert [t for output in got for t in output.token_ids] == plain_run([1], 60, fold_seed(3))
+            assert got[-1].finish_reason == "length"
+            await all_free(engine)
+
+    run(body())
+
+
+def test_a_paused_reader_that_goes_away_leaves_nothing() -> None:
+    async def body() -> None:
+        async with serving(engine=EngineConfig(reader_buffer=4)) as engine:
+            slow = engine.generate(engine.make_request([1], SamplingParams(max_tokens=60)))
+            await anext(slow)
+            while engine.stats().num_paused == 0:
+                await asyncio.sleep(0.001)
+            await slow.aclose()
+            await all_free(engine)
+            assert engine.stats().finished["abort"] == 1
+
+    run(body())
+
+
+def test_refusals_come_as_what_they_are() -> None:
+    async def body() -> None:
+        runner = SlowRunner(max_num_seqs=2)
+        limits = SchedulerConfig(max_num_seqs=2, max_tokens_per_step=16, max_queued_requests=2, queue_timeout_s=0.3)
+        async with serving(runner, scheduler=limits) as engine:
+            runner.gate.clear()
+            tasks = [asyncio.create_task(collect(engine, [i], max_tokens=100)) for i in range(4)]
+            await asyncio.sleep(0.05)
+            tasks += [asyncio.create_task(collect(engine, [9], max_tokens=1)) for _ in range(3)]
+            runner.gate.set()
+            runner.step_s = 0.02
+            lasts = [(await task)[-1] for task in tasks]
+            assert sum(isinstance(last.refusal, OverloadedError) for last in lasts) >= 3
+            assert {last.finish_reason for last in lasts} == {"length", "error"}
+            assert sum(engine.stats().refused.values()) == sum(last.refusal is not None for last in lasts)
+            await all_free(engine)
+
+    run(body())
+
+
+def test_a_deadline_ends_a_request_though_nothing_else_happens() -> None:
+    """Its reader is slow, so it is paused and the engine sleeps: the deadline wakes it."""
+
+    async def body() -> None:
+        async with serving(engine=EngineConfig(reader_buffer=2)) as engine:
+            request = engine.make_request([1], SamplingParams(max_tokens=100), None, RequestOptions(deadline_ms=800))
+            stream = engine.generate(request)
+            await anext(stream)
+            for _ in range(3000):
+                if engine.stats().refused["deadline"]:
+                    break
+                await asyncio.sleep(0.001)
+            outputs = [output async for output in stream]
+            assert isinstance(outputs[-1].refusal, DeadlineExceededError)
+            await all_free(engine)
+
+    run(body())
+
+
+def test_a_stuck_step_is_a_dead_engine_unless_it_compiles() -> None:
+    async def body() -> None:
+        runner = SlowRunner()
+        async with serving(runner, engine=EngineConfig(watchdog_s=0.2)) as engine:
+            runner.gate.clear()
+            runner.is_compiling = True
+            task = asyncio.create_task(collect(engine, [1], max_tokens=5))
+            await asyncio.sleep(0.5)
+            assert engine.state == "ready"
+            runner.is_compiling = False
+            last = (await asyncio.wait_for(task, 2))[-1]
+            assert last.finish_reason == "error" and "a step took more than 0.2 s" in (last.error or "")
+            assert engine.state == "dead"
+            runner.gate.set()
+
+    run(body())
+
+
+def test_an_idle_engine_does_not_upset_the_watchdog() -> None:
+    async def body() -> None:
+        async with serving(engine=EngineConfig(watchdog_s=0.1)) as engine:
+            await asyncio.sleep(0.4)
+            assert (await collect(engine, [1], max_tokens=2))[-1].finish_reason == "length"
+            assert engine.state == "ready"
+
+    run(body())
+
+
+def test_full_collections_wait_for_an_idle_engine() -> None:
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+
+    async def body() -> None:
+        async with serving() as engine:
+            await collect(engine, [1], max_tokens=2)
+            assert gc.get_threshold()[2] > 100 and gc.get_freeze_count() > frozen
+
+    run(body())
+    assert gc.get_threshold() == thresholds
