@@ -1,0 +1,126 @@
+"""Refusals, tenants and limits as clients of both APIs see them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from jaxserve.config import Config, SchedulerConfig, TenantsConfig
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
+from tests.engine_host.fakes import fake_engine
+from tests.engine_host.test_async_engine import SlowRunner
+from tests.serving.servers import grpc_server, http_server, server_config, until
+
+TENANTS = TenantsConfig(keys=("acme=key-a", "beta=key-b"), limits=("beta.max_requests=1",))
+LONG = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
+
+
+def with_servers(scheduler: SchedulerConfig, scenario: Callable[[str, pb_grpc.InferenceStub, SlowRunner, AsyncEngine], Awaitable[None]]) -> None:
+    runner = SlowRunner(num_pages=256, page_size=4, max_num_seqs=scheduler.max_num_seqs)
+
+    async def run() -> None:
+        engine = AsyncEngine(lambda: fake_engine(runner, max_position=256, scheduler=scheduler, tenants=TENANTS))
+        engine.start()
+        await engine.wait_ready()
+        config = Config(server=server_config().server, tenants=TENANTS)
+        try:
+            async with (
+                http_server(engine, config) as port,
+                grpc_server(engine, config) as server,
+                grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+            ):
+                await scenario(f"http://127.0.0.1:{port}", pb_grpc.InferenceStub(channel), runner, engine)
+                runner.gate.set()
+                await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+        finally:
+            engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def auth(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def grpc_error(stub: pb_grpc.InferenceStub, key: str, **fields: object) -> tuple[grpc.StatusCode, dict[str, str]]:
+    request = pb.GenerateRequest(text="hi", max_tokens=4, **fields)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),))))
+    return caught.value.code(), {name: str(value) for name, value in caught.value.trailing_metadata() or ()}
+
+
+def test_a_full_queue_is_503_with_retry_after() -> None:
+    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
+            busy = [asyncio.create_task(client.post("/v1/completions", json=LONG)) for _ in range(2)]
+            await until(lambda: engine.stats().num_running == 2)
+            for stream in (False, True):
+                answer = await client.post("/v1/completions", json=LONG | {"stream": stream})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+                assert int(answer.headers["Retry-After"]) >= 1
+            code, metadata = await grpc_error(stub, "key-a")
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert int(metadata["retry-after"]) * 1000 == int(metadata["grpc-retry-pushback-ms"]) >= 1000
+            assert [(await task).status_code for task in busy] == [200, 200]
+
+    with_servers(SchedulerConfig(max_num_seqs=2, max_tokens_per_step=64, max_queued_requests=0), scenario)
+
+
+def test_a_used_up_quota_is_429_and_others_are_served() -> None:
+    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            busy = asyncio.create_task(client.post("/v1/completions", json=LONG, headers=auth("key-b")))
+            await until(lambda: engine.stats().num_running == 1)
+            answer = await client.post("/v1/completions", json=LONG, headers=auth("key-b"))
+            assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
+            assert "tenant 'beta': 1 requests are in flight; at most 1" in answer.json()["error"]["message"] and answer.headers["Retry-After"] == "1"
+            code, metadata = await grpc_error(stub, "key-b")
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and metadata["error-code"] == "rate_limit_exceeded" and metadata["retry-after"] == "1"
+            for key, status in (("key-a", 200), ("key-c", 401)):
+                assert (await client.post("/v1/completions", json=LONG | {"max_tokens": 2}, headers=auth(key))).status_code == status
+            assert (await busy).status_code == 200
+
+    with_servers(SchedulerConfig(max_num_seqs=4, max_tokens_per_step=64), scenario)
+
+
+def test_a_deadline_is_504_before_the_first_token_and_an_error_event_after_it() -> None:
+    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        runner.step_s = 0.02
+        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
+            answer = await client.post("/v1/completions", json=LONG | {"deadline_ms": 300})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+            answer = await client.post("/v1/completions", json=LONG | {"deadline_ms": 500, "stream": True})
+            assert answer.status_code == 200
+            assert "deadline_exceeded" in answer.text.strip().rpartition("data: ")[2] and "[DONE]" not in answer.text
+        responses = stub.Generate(pb.GenerateRequest(text="hi", max_tokens=200, deadline_ms=300), metadata=(("authorization", "Bearer key-a"),))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in responses:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert engine.stats().refused["deadline"] == 3
+
+    with_servers(SchedulerConfig(max_num_seqs=4, max_tokens_per_step=64), scenario)
+
+
+def test_a_limit_under_load_is_visible_in_the_answer() -> None:
+    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
+            runner.gate.clear()
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=LONG | {"max_tokens": 20})) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            runner.gate.set()
+            answers = [(await task).json() for task in tasks]
+            whole = [answer for answer in answers if "degraded" not in answer]
+            limited = [answer for answer in answers if "degraded" in answer]
+            assert len(whole) >= 1 and limited
+            assert {answer["usage"]["completion_tokens"] for answer in whole} == {20}
+            assert {(answer["usage"]["completion_tokens"], answer["degraded"]["max_tokens"]) for answer in limited} == {(3, 3)}
+
+    with_servers(SchedulerConfig(max_num_seqs=1, max_tokens_per_step=64, max_queued_requests=4, degrade_at=0.25, degraded_max_tokens=3), scenario)
