@@ -38,7 +38,7 @@ class OpenAITarget:
     model: str
     endpoint: Literal["completions", "chat"]
     prompts: PromptMaker
-    fields: Mapping[str, Any] = MappingProxyType({})
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def prepare(self, request: PlannedRequest) -> bytes:
         body: dict[str, Any] = {"model": self.model, "max_tokens": request.output_len, "stream": True, **self.fields}

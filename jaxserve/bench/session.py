@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxserve.bench.http_client import HttpClient
@@ -50,7 +49,7 @@ class ServerOptions:
     prompts: Literal["auto", "ids", "text"] = "auto"
     count_tokens: Callable[[str], int] | None = None
     ignore_eos: bool = True
-    fields: Mapping[str, Any] = MappingProxyType({"temperature": 0.0})
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"temperature": 0.0})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,7 @@ class StepReport:
 
     Args:
         model: Its name.
+        mesh: As users write it.
         dtype: Of the weights.
         kv_dtype: Of keys and values.
         results: One for each shape, at least one.
@@ -65,6 +66,7 @@ class StepReport:
     """
 
     model: str
+    mesh: str
     dtype: str
     kv_dtype: str
     ceilings: Ceilings
@@ -81,6 +83,7 @@ def to_json(report: StepReport) -> dict[str, Any]:
     """The report as a JSON object. Times of steps and phases are medians, in ms; bytes and FLOPs those of one step on one device."""
     return {
         "model_id": report.model,
+        "mesh": report.mesh,
         "dtype": report.dtype,
         "kv_dtype": report.kv_dtype,
         "ceilings": dataclasses.asdict(report.ceilings),

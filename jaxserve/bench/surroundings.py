@@ -6,6 +6,8 @@ import dataclasses
 import os
 from typing import Any
 
+import jax
+
 from jaxserve.bench.compare import NOISY_CORES
 from jaxserve.bench.processes import cpu_use, read_cpu
 from jaxserve.bench.report import environment
@@ -16,14 +18,12 @@ class Surroundings:
     """Of one measurement.
 
     Args:
-        device: As jax names it.
-        num_devices: Of the mesh.
+        device: See :func:`device_name`.
         jax_version: The version of jax.
         others: Cores that other processes used meanwhile, on average; ``None`` where the machine does not tell.
     """
 
     device: str
-    num_devices: int
     jax_version: str
     others: float | None
 
@@ -35,8 +35,7 @@ class Surroundings:
 
     def to_json(self) -> dict[str, Any]:
         """Fields of a report."""
-        device = {"device": self.device, "num_devices": self.num_devices, "jax": self.jax_version}
-        return {"cores_others": self.others, "environment": environment() | device}
+        return {"cores_others": self.others, "environment": environment() | {"device": self.device, "jax": self.jax_version}}
 
 
 class Watch:
@@ -51,8 +50,12 @@ class Watch:
         return None if self._before is None or after is None else cpu_use(self._before, after).others
 
 
-def surroundings(watch: Watch, num_devices: int) -> Surroundings:
-    """Imports jax, whose first device is named."""
-    import jax
+def surroundings(watch: Watch) -> Surroundings:
+    """What stood around everything since ``watch`` was made."""
+    return Surroundings(device=device_name(), jax_version=jax.__version__, others=watch.others())
 
-    return Surroundings(device=jax.devices()[0].device_kind, num_devices=num_devices, jax_version=jax.__version__, others=watch.others())
+
+def device_name() -> str:
+    """Of the first device: the chip's as jax has it, or the processor's."""
+    device = jax.devices()[0]
+    return environment()["cpu"] or "cpu" if device.platform == "cpu" else device.device_kind

@@ -114,11 +114,13 @@ class FakeServer:
         self.port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None] | None] = set()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stop()
-        await self._server.wait_closed()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # transports close in the loop's next turn
 
     def _stop(self) -> None:
         self._server.close()
@@ -127,6 +129,7 @@ class FakeServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self._tasks.add(asyncio.current_task())
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 request, *lines = head.decode().split("\r\n")
@@ -136,6 +139,7 @@ class FakeServer:
             pass
         finally:
             self._writers.discard(writer)
+            self._tasks.discard(asyncio.current_task())
             writer.close()
 
     async def _answer(self, method: str, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

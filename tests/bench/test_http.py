@@ -51,16 +51,23 @@ def test_events_in_any_cut() -> None:
 
 @contextlib.asynccontextmanager
 async def raw_server(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    ended: list[asyncio.Event] = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended.append(asyncio.Event())
+        end = ended[-1]
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             await answer(reader, writer)
         writer.close()
+        end.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        await asyncio.gather(*(event.wait() for event in ended))
+        await asyncio.sleep(0)  # transports close in the loop's next turn
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""One fixed batch, again and again: what its requests wait for, without arrivals and without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from jaxserve.bench import report
+from jaxserve.bench.metrics import measure
+from jaxserve.bench.offline import engine_figures, engine_info, joined, plan_offline, run_offline
+from jaxserve.bench.plan import PlannedRequest
+from jaxserve.bench.session import WARMUP_SEED_OFFSET, Result, estimate_tokens
+from jaxserve.bench.surroundings import Surroundings
+from jaxserve.bench.workload import Workload
+from jaxserve.engine.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchResult:
+    """A batch that was run several times.
+
+    Args:
+        result: Of all its runs together.
+        batches_s: Of each run: from the first request to the last token.
+    """
+
+    result: Result
+    batches_s: Sequence[float]
+
+
+def run_batches(engine: Engine, workload: Workload, *, repeats: int, device: str) -> BatchResult:
+    """Runs a batch once to compile what it needs, then ``repeats`` times with other prompts. Ctrl-C ends it early.
+
+    Args:
+        engine: Idle; with a slot for every request.
+        workload: The batch, as :func:`~jaxserve.bench.offline.offline_workload` makes it.
+        repeats: How often; at least 1.
+        device: For the report.
+
+    Raises:
+        InvalidRequestError: A request is longer than the engine can ever hold.
+    """
+
+    def planned(seed: int) -> list[PlannedRequest]:
+        return plan_offline(dataclasses.replace(workload, seed=seed), estimate_tokens)[0]
+
+    warmup = run_offline(engine, planned(workload.seed + WARMUP_SEED_OFFSET))
+    before = engine.stats()
+    runs = [] if warmup.interrupted is None else [dataclasses.replace(warmup, records=())]
+    for repeat in range(repeats):
+        if runs and runs[-1].interrupted:
+            break
+        runs.append(run_offline(engine, planned(workload.seed + 1000 * repeat), start_s=sum(run.duration_s for run in runs)))
+    run = joined(runs)
+    result = Result(workload, engine_info(engine, device), measure(run), engine_figures(before, engine.stats()), run)
+    return BatchResult(result, [run.duration_s for run in runs if run.interrupted is None])
+
+
+def to_json(batches: Sequence[BatchResult], surroundings: Surroundings) -> dict[str, Any]:
+    """An object a batch, with the keys of ``bench serve`` and the time of each whole batch."""
+    return {
+        "runs": [
+            {
+                **report.to_json(batch.result),
+                "median_batch_ms": statistics.median(batch.batches_s) * 1e3 if batch.batches_s else None,
+                "batch_ms": [seconds * 1e3 for seconds in batch.batches_s],
+            }
+            for batch in batches
+        ],
+        **surroundings.to_json(),
+    }
+
+
+def print_batches(batches: Sequence[BatchResult], surroundings: Surroundings, console: Console) -> None:
+    """A line a batch."""
+    first = batches[0].result
+    title = f"{first.info.model} on {first.info.url}: {first.workload.input_len} in, {first.workload.output_len} out; median, p99"
+    table = report.make_table(title)
+    for header in ("batch", *report.LATENCY_HEADERS, "whole batch ms", "tok/s"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for batch in batches:
+        _, _, _, _, tokens_per_s, *latencies = report.sweep_cells(batch.result)
+        table.add_row(str(batch.result.workload.concurrency), *latencies, _whole(batch), tokens_per_s)
+    console.print(table)
+    warnings = [warning for batch in batches for warning in report.warnings_of(batch.result)]
+    for note in dict.fromkeys([*warnings, *surroundings.notes()]):
+        console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
+
+
+def _whole(batch: BatchResult) -> str:
+    if not batch.batches_s:
+        return "–"
+    times_ms = [seconds * 1e3 for seconds in batch.batches_s]
+    return f"{statistics.median(times_ms):.0f} ({min(times_ms):.0f}–{max(times_ms):.0f})"
