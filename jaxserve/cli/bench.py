@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from jaxserve.cli.bench_compare import compare
+from jaxserve.cli.bench_offline import latency, throughput
 from jaxserve.cli.bench_serve import serve
 from jaxserve.cli.bench_step import step
 
@@ -18,4 +19,6 @@ def _group() -> None:
 
 bench.command()(serve)
 bench.command()(compare)
+bench.command()(throughput)
+bench.command()(latency)
 bench.command()(step)

@@ -88,11 +88,12 @@ def step(
     )
     found = step_report.StepReport(
         model=engine.model_name,
+        mesh=str(shape),
         dtype=resolved.model.dtype,
         kv_dtype=kv_dtype.name,
         ceilings=ceilings,
         results=step_report.results_of(split, ceilings, measured),
-        surroundings=surroundings(watch, shape.size),
+        surroundings=surroundings(watch),
     )
     step_report.print_report(found, Console())
     if json_file is not None:
