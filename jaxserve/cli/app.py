@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -72,7 +73,17 @@ def main() -> None:
     try:
         app(prog_name="jaxserve")
     except Exception as error:
-        sys.exit(_report(error))
+        _exit(_report(error))
+
+
+def _exit(status: int) -> NoReturn:
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        # jax's exit handler would wait for the other processes of the engine, and abort with a stack trace because they do not end with this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _report(error: Exception) -> int:

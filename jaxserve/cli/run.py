@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PANEL = "Server"
+_HOSTS = "Several hosts"
 
 
 def run(
@@ -37,6 +38,13 @@ def run(
         typer.Option(
             metavar="KEY", envvar="JAXSERVE_API_KEY", help="Clients must show one of these. Repeatable.", rich_help_panel=_PANEL, show_default="open to all"
         ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="HOST,HOST…", help="Several hosts as one engine, the leader first.", rich_help_panel=_HOSTS, show_default=False),
+    ] = None,
+    host_index: Annotated[
+        int | None, typer.Option(metavar="N", help="Which of the hosts this is, from 0.", rich_help_panel=_HOSTS, show_default="found by name")
     ] = None,
     config: ConfigFiles = None,
     platform: PlatformOption = None,
@@ -68,6 +76,8 @@ def run(
             "server.served_model_name": served_model_name,
             "server.api_keys": api_key or None,
             "model.max_model_len": max_model_len,
+            "distributed.hosts": hosts,
+            "distributed.host_index": host_index,
         },
     )
     for line in summarize(resolved):
@@ -75,11 +85,24 @@ def run(
     choose_platform(resolved.platform)
 
     from jaxserve.engine.async_engine import AsyncEngine
-    from jaxserve.engine.build import build_engine
+    from jaxserve.engine.build import build_engine, build_runner
+    from jaxserve.engine.hosts import find_hosts
+    from jaxserve.engine.processes import follow, join, leaving_the_end_to_the_leader
     from jaxserve.serving.launch import serve
 
     def build() -> Engine:
         with progress_bars() as progress:
-            return build_engine(resolved, progress=progress)
+            return build_engine(resolved, processes, progress=progress)
 
-    asyncio.run(serve(resolved, AsyncEngine(build)))
+    engine = AsyncEngine(build)
+    processes = join(resolved, *find_hosts(resolved.distributed), before_end=engine.fail)
+    with processes.ending_together():
+        if processes.is_leader:
+            asyncio.run(serve(resolved, engine, on_end=processes.close))
+            return
+        with leaving_the_end_to_the_leader(processes) as is_ready:
+            runner = build_runner(resolved, processes).runner
+            is_ready.set()
+            logger.info("host %d follows", processes.index)
+            follow(processes, runner)
+            logger.info("the leader has ended")

@@ -6,16 +6,17 @@ import contextlib
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxserve.config import Config
-from jaxserve.engine.compiled_folder import CompiledFolder, compile_program, live_facts
+from jaxserve.engine.compiled_folder import CompiledFolder, compile_program, live_facts, spec_sha256
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import PoolPlan, num_host_pages
 from jaxserve.engine.memory import device_memory, release_unused
+from jaxserve.engine.processes import Processes
 from jaxserve.engine.programs import plan_programs
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.errors import ConfigError
@@ -36,19 +37,38 @@ _CACHE_MAX_BYTES = 4 * 2**30
 """Compiled programs kept on disk; the least recently used go first."""
 
 
-def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
+class Built(NamedTuple):
+    """The device half of an engine, ready, and the model that it runs."""
+
+    runner: DeviceRunner
+    model: Model
+    checkpoint: Checkpoint
+
+
+ONE_PROCESS = Processes()
+
+
+def build_engine(config: Config, processes: Processes = ONE_PROCESS, *, progress: Progress | None = None) -> Engine:
     """Builds the engine that a configuration describes, compiled for every bucket.
 
     Call ``platform.choose_platform`` first.
 
     Args:
         config: The configuration.
+        processes: Of which this one leads.
         progress: Told about downloads, loading and compiling.
 
     Raises:
         ConfigError: The configuration does not fit the model or the machine.
         ModelError: The model cannot be found, read or served.
     """
+    runner, model, checkpoint = build_runner(config, processes, progress=progress)
+    tokenizer = load_tokenizer(checkpoint, chat_template=config.model.chat_template)
+    return make_engine(runner, tokenizer, model, checkpoint, config)
+
+
+def build_runner(config: Config, processes: Processes = ONE_PROCESS, *, progress: Progress | None = None) -> Built:
+    """The device half of an engine: what every process builds. See :func:`build_engine`."""
     if config.engine.compilation_cache:
         _enable_compilation_cache()
     started = time.monotonic()
@@ -57,24 +77,27 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     execution = choose_execution(config, device.platform)
     mesh_shape = choose_mesh_shape(config.mesh, jax.device_count(), is_cpu=is_cpu)
     layout = make_layout(mesh_shape, config.sharding)
+    _check_processes(config, processes, mesh_shape)
 
     checkpoint = open_checkpoint(config.model, progress=progress)
     spec = fit_model(checkpoint.spec, config, mesh_shape)
     folder = _open_compiled(config, layout, spec)
     max_model_len = max_model_len_of(config, spec, checkpoint.name)
-    tokenizer = load_tokenizer(checkpoint, chat_template=config.model.chat_template)
     model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
     params = checkpoint.load_params(model, layout=layout, progress=progress)
     logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
 
-    plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=device_memory(device))
+    memory = processes.smallest(device_memory(jax.local_devices()[0]))
+    plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=memory)
+    processes.agree({"the model": spec_sha256(spec)[:12], "layers": execution.layers, "attention": plan.attention.name, "pages": plan.shape.num_pages})
     logger.info("%s, mesh %s: jax %s, layers: %s, attention: %s", device.device_kind, mesh_shape, jax.__version__, execution.layers, plan.attention.name)
     _log_what_fits(params, plan, max_model_len)
     with contextlib.nullcontext() if folder is None else folder.in_use():
         runner = DeviceRunner(
             model, params, plan, buckets,
             max_num_seqs=config.scheduler.max_num_seqs,
-            num_host_pages=num_host_pages(plan, config.cache, is_cpu=is_cpu),
+            num_host_pages=num_host_pages(plan, config.cache, is_cpu=is_cpu) if processes.count == 1 else 0,
+            on_step=None if processes.sender is None else processes.sender.send,
             compile_program=compile_program if folder is None else folder.compile,
         )  # fmt: skip
         if config.engine.warmup:
@@ -84,7 +107,8 @@ def build_engine(config: Config, *, progress: Progress | None = None) -> Engine:
     if folder is not None and config.engine.warmup:
         folder.log_summary()
     release_unused()
-    return make_engine(runner, tokenizer, model, checkpoint, config)
+    processes.meet()
+    return Built(runner, model, checkpoint)
 
 
 def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkpoint: Checkpoint, config: Config) -> Engine:
@@ -105,6 +129,15 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
     if fitted.kv_repeat > 1:
         logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
     return fitted
+
+
+def _check_processes(config: Config, processes: Processes, mesh: MeshShape) -> None:
+    if processes.count == 1 and len(config.distributed.hosts) > 1:
+        raise ConfigError(f"distributed.hosts names {len(config.distributed.hosts)} hosts; only jaxserve run works on several, here it must be empty")
+    if processes.count > 1 and mesh.size != jax.device_count():
+        raise ConfigError(f"the mesh {mesh} leaves devices of the {processes.count} hosts unused; it must take all {jax.device_count()}")
+    if processes.count > 1 and config.scheduler.preemption == "swap":
+        raise ConfigError("scheduler.preemption is swap; on several hosts it must be recompute or auto: no page is swapped there")
 
 
 def _open_compiled(config: Config, layout: Layout, spec: ModelSpec) -> CompiledFolder | None:

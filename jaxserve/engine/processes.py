@@ -1,19 +1,24 @@
-"""Several processes as one engine: joining jax's distributed runtime, what all must agree on, and what a follower does. One leads and schedules."""
+"""Several processes as one engine: joining jax's distributed runtime, agreeing on what all must have alike, following, and ending together. One leads."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import secrets
-import socket
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxserve.config import DistributedConfig
+from jaxserve import __version__
+from jaxserve.config import Config, DistributedConfig
+from jaxserve.engine.hosts import listen, own_address
 from jaxserve.engine.memory import Memory
 from jaxserve.engine.step_channel import SECRET_BYTES, StepReceiver, StepSender
 from jaxserve.errors import ConfigError, HostLostError
@@ -24,6 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_HOST_STATUS = 1
+SECOND_SIGNAL_STATUS = 130
+_LAST_WORDS_S = 1.0
+"""For clients to be told, and for the other processes to end, before this one does."""
+_EXIT_TIMEOUT_S = 30
+"""How long jax lets the processes wait for each other at the very end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,68 +56,97 @@ class Processes:
     def is_leader(self) -> bool:
         return self.index == 0
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values that the processes gave, in order; waits for all. ``value`` must be JSON's."""
+        end = self.sender or self.receiver
+        return [value] if end is None else end.gather(value)
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Checks that these facts are the same in all processes.
+
+        Raises:
+            ConfigError: They are not; it says which.
+        """
+        leads, *others = self.gather({key: str(value) for key, value in facts.items()})
+        for index, other in enumerate(others, start=1):
+            differing = [key for key in leads | other if leads.get(key) != other.get(key)]
+            if differing:
+                told = "; ".join(f"{key} is {leads.get(key, 'missing')} on host 0, {other.get(key, 'missing')} on host {index}" for key in differing)
+                raise ConfigError(f"the hosts must be alike, and are not: {told}")
+
+    def smallest(self, memory: Memory) -> Memory:
+        """What every process has: the pool's size is a shape of programs that all must compile alike."""
+        each = self.gather([memory.total_bytes, memory.free_bytes])
+        return Memory(*map(min, zip(*each, strict=True)))
+
+    def meet(self) -> None:
+        """Waits until all processes have come here."""
+        self.gather(None)
+
+    @contextlib.contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """What is raised in it, and so ends this process, is told to the others, which end too."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(str(error).strip() or type(error).__name__)
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Tells the others why this process is about to end: they end too."""
+        end = self.sender or self.receiver
+        if end is not None:
+            end.fail(reason)
+
     def close(self) -> None:
         """Lets the followers end."""
         if self.sender is not None:
             self.sender.close()
 
-    def smallest(self, memory: Memory) -> Memory:
-        """What every process has: the pool's size is a shape of programs that all must compile alike."""
-        if self.count == 1:
-            return memory
-        from jax.experimental.multihost_utils import process_allgather
 
-        # Thousands of bytes, so that a 32-bit integer holds them: jax would cut a larger one.
-        each = np.array([min(memory.total_bytes >> 10, 2**31 - 1), min(memory.free_bytes >> 10, 2**31 - 1)], np.int32)
-        total, free = np.min(np.asarray(process_allgather(each)), axis=0).tolist()
-        return Memory(total << 10, free << 10)
+def join(config: Config, hosts: Sequence[str], index: int, before_end: Callable[[str], None]) -> Processes:
+    """Joins the processes of all hosts; returns when all are there and alike. Call it before jax looks for devices, in the main thread.
 
+    From then on this process ends when another is lost, with status ``LOST_HOST_STATUS``: a collective may be waiting for it, and cannot be interrupted.
 
-def find_hosts(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> tuple[Sequence[str], int]:
-    """The hosts and which of them this is: as configured, else as the environment of a TPU VM says, else this one alone.
+    Args:
+        config: Must be the same in all, but for what only the leader reads.
+        hosts: All of them; with fewer than two there is nothing to join.
+        index: Which one this is.
+        before_end: Told why, from another thread, a second before this process is ended so.
 
     Raises:
-        ConfigError: It cannot be told which host this is.
-    """
-    hosts, index = config.hosts, config.host_index
-    if not hosts:
-        hosts = tuple(name.strip() for name in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip())
-        worker = environment.get("TPU_WORKER_ID", "")
-        index = int(worker) if index is None and worker.isdigit() else index
-    if len(hosts) < 2:
-        return hosts, 0
-    if index is None:
-        own = {socket.gethostname(), socket.getfqdn()}
-        matches = [position for position, host in enumerate(hosts) if host in own]
-        if len(matches) != 1:
-            raise ConfigError(f"distributed.hosts is {', '.join(hosts)}; this host is {' or '.join(sorted(own))}, not one of them: give --host-index N")
-        index = matches[0]
-    if not 0 <= index < len(hosts):
-        raise ConfigError(f"distributed.host_index is {index}; must be in [0, {len(hosts) - 1}], an index into distributed.hosts")
-    return hosts, index
-
-
-def join(config: DistributedConfig, hosts: Sequence[str], index: int) -> Processes:
-    """Joins the processes of all hosts; returns when all are there. Call it before jax looks for devices, in the main thread.
-
-    Raises:
+        ConfigError: A port cannot be listened on, or the processes are not alike.
         HostLostError: Not all came.
     """
     if len(hosts) < 2:
         return Processes()
-    # Its handler would swallow SIGTERM, which is ours: it drains.
-    jax.config.update("jax_enable_preemption_service", False)
-    logger.info("host %d of %d: waiting for the others", index, len(hosts))
-    try:
-        jax.distributed.initialize(f"{hosts[0]}:{config.port}", len(hosts), index, initialization_timeout=int(config.join_timeout_s))
-    except RuntimeError as error:
-        raise HostLostError(f"not all of {', '.join(hosts)} came together within {config.join_timeout_s:.0f} s: {str(error).splitlines()[0]}") from error
-    sender = StepSender(config.port + 1, len(hosts) - 1, _end_process) if index == 0 else None
+
+    def end(reason: str) -> None:
+        logger.critical("%s. The engine cannot go on without it", reason)
+        before_end(reason)
+        if index == 0:
+            time.sleep(_LAST_WORDS_S)
+        _exit(LOST_HOST_STATUS)
+
+    def end_early() -> None:
+        logger.info("the leader was stopped before the engine was ready")
+        _exit(0)
+
+    port, sender, address = config.distributed.port, None, ""
+    if index == 0:
+        address = own_address(hosts[0])
+        listen(address, port, "distributed.port").close()  # jax would share a port that is in use.
+        sender = StepSender(listen(address, port + 1, "distributed.port + 1"), len(hosts) - 1, end)
+    _initialize(config.distributed, hosts, index, address)
     secret = _share_secret()
-    if sender is not None:
-        sender.accept(secret)
-        return Processes(index, len(hosts), sender=sender)
-    return Processes(index, len(hosts), receiver=StepReceiver(hosts[0], config.port + 1, secret))
+    receiver = StepReceiver(hosts[0], port + 1, index, secret, end, end_early) if sender is None else None
+    processes = Processes(index, len(hosts), sender, receiver)
+    with processes.ending_together():
+        if sender is not None:
+            sender.accept(secret)
+        processes.agree(_facts(config))
+    return processes
 
 
 def follow(processes: Processes, runner: DeviceRunner) -> None:
@@ -122,6 +161,70 @@ def follow(processes: Processes, runner: DeviceRunner) -> None:
         runner.execute(buckets[message.bucket], message.packed, message.moves)
 
 
+@contextlib.contextmanager
+def leaving_the_end_to_the_leader(processes: Processes) -> Iterator[threading.Event]:
+    """Signals to a follower: who stops all hosts at once wants the leader to drain, so the first is noted only. A second one ends this process.
+
+    Yields:
+        Set it when the engine is ready: before that there is nothing to drain, and the first signal ends this process.
+    """
+    is_ready, is_noted = threading.Event(), threading.Event()
+
+    def on_signal(number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        if is_ready.is_set() and not is_noted.is_set():
+            is_noted.set()
+            logger.warning("%s: host %d ends when the leader does; stop that one. A second signal ends this one, and the engine with it", name, processes.index)
+            return
+        processes.fail(f"it was stopped by {name}")
+        logger.info("stopped by %s", name)
+        _exit(SECOND_SIGNAL_STATUS if is_ready.is_set() else 0)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield is_ready
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _initialize(config: DistributedConfig, hosts: Sequence[str], index: int, address: str) -> None:
+    # Its handler would swallow SIGTERM, which is ours: it drains.
+    jax.config.update("jax_enable_preemption_service", False)
+    logger.info("host %d of %d: waiting for the others, for %g s at most", index, len(hosts), config.join_timeout_s)
+    # The call does not come back to Python while it waits: without this Ctrl-C would wait with it.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        jax.distributed.initialize(
+            f"{hosts[0]}:{config.port}", len(hosts), index,
+            coordinator_bind_address=f"{address or '[::]'}:{config.port}",
+            cluster_detection_method="deactivate",  # Slurm's would give each process one device.
+            initialization_timeout=int(config.join_timeout_s),
+            shutdown_timeout_seconds=_EXIT_TIMEOUT_S,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise HostLostError(f"not all of {', '.join(hosts)} came together within {config.join_timeout_s:g} s: {str(error).splitlines()[0]}") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    """What must be alike for all to compile the same programs; of the configuration all but what only the leader reads."""
+    sections = dataclasses.asdict(config)
+    del sections["server"], sections["tenants"], sections["distributed"]["host_index"]
+    platform = sections.pop("platform")
+    device = jax.local_devices()[0]
+    return {
+        "jaxserve": __version__,
+        "jax": jax.__version__,
+        "platform": platform,
+        "the device": device.device_kind,
+        "its runtime": device.client.platform_version,
+        "the number of devices": jax.local_device_count(),
+        **{f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()},
+    }
+
+
 def _share_secret() -> bytes:
     """Random bytes of the leader's, known to the processes that joined and to no one else."""
     from jax.experimental.multihost_utils import broadcast_one_to_all
@@ -130,8 +233,6 @@ def _share_secret() -> bytes:
     return np.asarray(broadcast_one_to_all(own)).astype(np.uint8).tobytes()
 
 
-def _end_process(reason: str) -> None:
-    """Ends at once: the engine's thread may be waiting in a collective for ever."""
-    logger.critical("%s. The engine cannot go on without it", reason)
+def _exit(status: int) -> None:
     logging.shutdown()
-    os._exit(LOST_HOST_STATUS)
+    os._exit(status)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,9 @@ from jaxserve.engine.page_mover import PAGES_A_CALL, PageMover
 from jaxserve.engine.programs import lower_bucket
 from jaxserve.engine.schedule import PageMoves, RunnerCosts, Schedule
 from jaxserve.engine.step import abstract_carry
+from jaxserve.engine.step_channel import StepMessage
+from jaxserve.errors import EngineDeadError
+from jaxserve.mesh import EACH_RANK
 from jaxserve.models.model import Model
 from jaxserve.models.params import Params
 
@@ -28,7 +33,7 @@ logger = logging.getLogger(__name__)
 class DeviceStep:
     """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own."""
 
-    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, num_rows: Sequence[int], on_failure: Callable[[], None]) -> None:
+    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, num_rows: Sequence[int], on_failure: Callable[[Exception], None]) -> None:
         self._token_ids_RB = token_ids_RB
         self.num_bucket_tokens = bucket.num_tokens * len(num_rows)
         self.num_bucket_sequences = bucket.num_rows * len(num_rows)
@@ -39,8 +44,8 @@ class DeviceStep:
         """Waits for the step and returns one token id for each scheduled sequence, rank by rank."""
         try:
             ranks = np.asarray(self._token_ids_RB).reshape(len(self._num_rows), -1)
-        except Exception:
-            self._on_failure()
+        except Exception as error:
+            self._on_failure(error)
             raise
         return [token_id for rank, num_rows in zip(ranks, self._num_rows, strict=True) for token_id in rank[:num_rows].tolist()]
 
@@ -56,6 +61,7 @@ class DeviceRunner:
         max_num_seqs: Sequence slots of a data rank.
         num_host_pages: Pages of host memory for each data rank's swapped pages; 0 swaps nothing.
         compile_program: Compiles a bucket's step, or finds it compiled.
+        on_step: Told of each step before it runs: the other processes run it too.
 
     Attributes:
         num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
@@ -71,6 +77,7 @@ class DeviceRunner:
         max_num_seqs: int,
         num_host_pages: int = 0,
         compile_program: CompileProgram = compile_program,
+        on_step: Callable[[StepMessage], None] | None = None,
     ) -> None:
         self.num_ranks = pool_plan.layout.shape.data
         self.num_pages = pool_plan.shape.num_pages
@@ -84,11 +91,13 @@ class DeviceRunner:
         self.num_late_compiles = 0
         self.buckets = buckets
         self._model = model
+        self.layout = pool_plan.layout
         self._params = params
         self._pool_plan = pool_plan
         self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs, num_ranks=self.num_ranks)
         self._mover = PageMover(pool_plan, num_host_pages)
         self._compile_program = compile_program
+        self._on_step = on_step
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._warm = False
         self._reset()
@@ -124,6 +133,21 @@ class DeviceRunner:
     def dispatch(self, schedule: Schedule) -> DeviceStep:
         """Starts one step. If it fails, here or in ``fetch``, the pool's content is lost and a fresh one takes its place."""
         bucket, packed = self._builder.build(schedule)
+        moves = [rank.moves for rank in schedule.ranks]
+        if self._on_step is not None:
+            self._on_step(StepMessage(self.buckets.all().index(bucket), packed, moves))
+        token_ids_RB = self.execute(bucket, packed, moves)
+        return DeviceStep(token_ids_RB, bucket, [len(rank.sequences) for rank in schedule.ranks], self._fail)
+
+    def execute(self, bucket: Bucket, packed_RX: np.ndarray, moves: Sequence[PageMoves]) -> jax.Array:
+        """Starts one step from its packed batch: what each of several processes does.
+
+        Returns:
+            ``[ranks * B]`` The sampled tokens, under way.
+
+        Raises:
+            EngineDeadError: It failed, and there are other processes, which cannot be put right from here.
+        """
         compiled = self._compiled.get(bucket)
         if compiled is None:
             if self._warm:
@@ -134,20 +158,25 @@ class DeviceRunner:
                 compiled = self._compile(bucket)
             finally:
                 self.is_compiling = False
-        moves = [rank.moves for rank in schedule.ranks]
         try:
             if any(moves):
                 self._pool = self._mover.apply(self._pool, moves)
+            packed = self._pool_plan.layout.from_host(packed_RX, EACH_RANK)
             self._pool, self._carry, token_ids_RB = compiled(self._params, self._pool, self._carry, packed)
-        except Exception:
-            self._reset()
+        except Exception as error:
+            self._fail(error)
             raise
-        return DeviceStep(token_ids_RB, bucket, [len(rank.sequences) for rank in schedule.ranks], self._reset)
+        return token_ids_RB
 
     def temp_bytes(self) -> dict[Bucket, int]:
         """Bytes of temporaries of each compiled bucket."""
         analyses = {bucket: compiled.memory_analysis() for bucket, compiled in self._compiled.items()}
         return {bucket: analysis.temp_size_in_bytes for bucket, analysis in analyses.items() if analysis is not None}
+
+    def programs_sha256(self) -> str:
+        """Of the text of all compiled steps: the same where the same is run."""
+        texts = [f"{bucket}\n{self._compiled[bucket].as_text()}" for bucket in sorted(self._compiled)]
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
         compiled = self._compile_program(lower_bucket(self._model, self._params, self._pool_plan, bucket, max_num_seqs=self.max_num_seqs), bucket)
@@ -179,8 +208,14 @@ class DeviceRunner:
 
         return RunnerCosts(token_s=fastest(prefill) / num_tokens, page_swap_s=fastest(swap) / (2 * len(pages)))
 
+    def _fail(self, error: Exception) -> None:
+        if self._pool_plan.layout.is_multi_process:
+            raise EngineDeadError(f"a step failed on one of several processes: {error}") from error
+        self._reset()
+
     def _reset(self) -> None:
-        self._pool = None  # Before the new one is made: there may be no room for two.
+        self._pool: Any = None  # Before the new one is made: there may be no room for two.
         self._pool = self._pool_plan.allocate()
         carry = abstract_carry(self.max_num_seqs, self._pool_plan.layout)
-        self._carry = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), carry)
+        shardings = jax.tree.map(lambda array: array.sharding, carry)
+        self._carry = jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), carry), out_shardings=shardings)()

@@ -1,35 +1,66 @@
-"""How the leading process tells the others which steps to run: framed bytes over TCP, and a heartbeat both ways, so that a lost host is noticed. No jax."""
+"""How the leading process and the others talk: framed bytes over TCP for steps and small values, and a heartbeat both ways that notices a lost host. No jax."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hmac
+import json
 import logging
+import queue
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxserve.engine.schedule import PageMoves
-from jaxserve.errors import ConfigError, HostLostError
+from jaxserve.errors import HostLostError
 
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-HEARTBEAT_S = 2.0
-SILENCE_S = 20.0
-"""A host that says nothing for this long is lost."""
-CONNECT_TIMEOUT_S = 60.0
 
-_HEADER = struct.Struct("<BIII")
-"""Kind, bucket, bytes of the page copies, bytes of the packed batch."""
-_STEP, _HEARTBEAT, _STOP = 1, 2, 3
+_FRAME = struct.Struct("<BI")
+"""Kind, bytes that follow."""
+_STEP, _VALUE, _HEARTBEAT, _STOP, _FAILED, _LOST = range(1, 7)
+"""What a frame is: a step, a JSON value, nothing, the clean end, the reason of another end. ``_LOST`` is never sent: a reader leaves it to who waits."""
+_INDEX = struct.Struct("<I")
+_STEP_HEADER = struct.Struct("<II")
+"""Bucket, bytes of the page copies; the packed batch is the rest."""
+_ACCEPT_POLL_S = 0.1
 _MAX_BYTES = 2**28
-"""No packed batch comes near it."""
+"""No frame comes near it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """How long things may take, in seconds.
+
+    Args:
+        heartbeat_s: Between two heartbeats.
+        silence_s: A process that says nothing for this long is lost: stopped, or stuck. Long, because a host short of CPU time is late: compiling on a
+            machine with eight times the work that it could do kept one silent for 20 s.
+        unheard_s: A host whose network says nothing for this long is lost. Its kernel answers, however busy it is.
+        connect_s: For all followers to come, and to find the leader.
+        shake_s: For a new connection to show the secret.
+        close_s: For the other side to hear that this one ends.
+        stop_s: For a follower to end once the leader has.
+    """
+
+    heartbeat_s: float = 2.0
+    silence_s: float = 60.0
+    unheard_s: float = 20.0
+    connect_s: float = 60.0
+    shake_s: float = 5.0
+    close_s: float = 5.0
+    stop_s: float = 20.0
+
+
+TIMES = Times()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,94 +79,103 @@ class StepMessage:
 
 
 class StepSender:
-    """The leader's end: waits for all followers, then sends them every step.
+    """The leader's end.
 
     Args:
-        port: TCP port to listen on, on all addresses.
+        listener: Of the step port; closed once all are here.
         num_followers: How many there are.
-        on_loss: Called once, from another thread, with what happened when a follower is lost. It should end the process: a collective may be waiting.
+        on_loss: Called once, from another thread, with what happened when a follower is lost or has failed. It should end the process: a collective may be
+            waiting for that follower for ever.
+        times: Limits.
     """
 
-    def __init__(self, port: int, num_followers: int, on_loss: Callable[[str], None]) -> None:
-        try:
-            self._listener = socket.create_server(("", port), backlog=num_followers)
-        except OSError as error:
-            raise ConfigError(f"distributed.port + 1 is {port} and cannot be listened on: {error.strerror}") from error
+    def __init__(self, listener: socket.socket, num_followers: int, on_loss: Callable[[str], None], times: Times = TIMES) -> None:
+        self._listener = listener
         self._num_followers = num_followers
         self._on_loss = on_loss
-        self._followers: dict[str, socket.socket] = {}
+        self._times = times
+        self._peers: dict[int, _Peer] = {}
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._ended = threading.Event()
 
     def accept(self, secret: bytes) -> None:
-        """Waits until every follower has come and shown the secret; others are turned away.
+        """Waits until every follower has come and shown the secret. Strangers are turned away, and hold up nobody.
 
         Raises:
-            HostLostError: Not all came within ``CONNECT_TIMEOUT_S``.
+            HostLostError: Not all came in time.
         """
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while len(self._followers) < self._num_followers:
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, address = self._listener.accept()
-                connection.settimeout(5.0)
-                shown = _receive(connection, SECRET_BYTES)
-            except TimeoutError:
-                if time.monotonic() < deadline:
-                    continue
-                raise HostLostError(f"{len(self._followers)} of {self._num_followers} followers connected within {CONNECT_TIMEOUT_S:.0f} s") from None
-            except OSError:
-                continue
-            if hmac.compare_digest(shown, secret):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(SILENCE_S)
-                self._followers[f"{address[0]}:{address[1]}"] = connection
-            else:
-                logger.warning("turned away a connection from %s that is none of the followers", address[0])
-                connection.close()
-        self._listener.close()
-        for name, connection in self._followers.items():
-            threading.Thread(target=self._watch, args=(name, connection), name=f"follower {name}", daemon=True).start()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        deadline = time.monotonic() + self._times.connect_s
+        with self._listener:
+            self._listener.settimeout(_ACCEPT_POLL_S)
+            while missing := {*range(1, self._num_followers + 1)} - self._peers.keys():
+                if time.monotonic() > deadline:
+                    raise HostLostError(f"host {', '.join(map(str, sorted(missing)))} did not reach the leader's step port within {self._times.connect_s:g} s")
+                with contextlib.suppress(OSError):
+                    connection, address = self._listener.accept()
+                    threading.Thread(target=self._greet, args=(connection, address[0], secret), name="greeting", daemon=True).start()
+        for peer in self._peers.values():
+            peer.start(self._lose)
+        threading.Thread(target=_beat, args=([*self._peers.values()], self._ended, self._times), name="heartbeat", daemon=True).start()
 
     def send(self, message: StepMessage) -> None:
         """Sends a step to every follower."""
         copies = np.array([(rank, *pair) for rank, moves in enumerate(message.moves) for pair in moves.copies], np.int32).tobytes()
-        packed = message.packed.tobytes()
-        self._send_all(_HEADER.pack(_STEP, message.bucket, len(copies), len(packed)) + copies + packed)
+        self._send_all(_STEP, _STEP_HEADER.pack(message.bucket, len(copies)) + copies + message.packed.tobytes())
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value that each process gave, in the order of the hosts; waits for all. Every process must call it.
+
+        Raises:
+            HostLostError: One is lost.
+        """
+        values = [value] + [json.loads(self._peers[index].receive(_VALUE)[1]) for index in sorted(self._peers)]
+        self._send_all(_VALUE, json.dumps(values).encode())
+        return values
+
+    def fail(self, reason: str) -> None:
+        """Tells the followers why the engine ends."""
+        self._end(_FAILED, reason.encode())
 
     def close(self) -> None:
-        """Tells the followers to end."""
-        if not self._is_closed:
-            self._send_all(_HEADER.pack(_STOP, 0, 0, 0))
-            self._is_closed = True
-        for connection in self._followers.values():
-            connection.close()
+        """Tells the followers to end, and waits until they have heard it."""
+        self._end(_STOP, b"")
 
-    def _send_all(self, data: bytes) -> None:
-        with self._lock:
-            for name, connection in self._followers.items():
-                try:
-                    connection.sendall(data)
-                except OSError as error:
-                    self._lose(name, error)
-
-    def _watch(self, name: str, connection: socket.socket) -> None:
+    def _greet(self, connection: socket.socket, address: str, secret: bytes) -> None:
+        connection.settimeout(self._times.shake_s)
         try:
-            while _receive(connection, 1):
-                pass
-        except OSError as error:
-            self._lose(name, error)
+            shown = _receive(connection, SECRET_BYTES)
+            (index,) = _INDEX.unpack(_receive(connection, _INDEX.size))
+        except OSError:
+            shown, index = b"", 0
+        with self._lock:
+            if hmac.compare_digest(shown, secret) and 0 < index <= self._num_followers and index not in self._peers:
+                self._peers[index] = _Peer(f"host {index} ({address})", connection, self._times)
+                return
+        logger.warning("turned away a connection from %s to the step port: it is none of the followers", address)
+        connection.close()
 
-    def _beat(self) -> None:
-        while not self._is_closed:
-            self._send_all(_HEADER.pack(_HEARTBEAT, 0, 0, 0))
-            time.sleep(HEARTBEAT_S)
+    def _send_all(self, kind: int, data: bytes) -> None:
+        for peer in self._peers.values():
+            peer.send(kind, data)
 
-    def _lose(self, name: str, error: OSError) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._on_loss(f"the follower at {name} is lost: {_reason(error)}")
+    def _end(self, kind: int, data: bytes) -> None:
+        with self._lock:
+            is_told = self._ended.is_set()
+            self._ended.set()
+        self._listener.close()
+        if not is_told:
+            self._send_all(kind, data)
+        deadline = time.monotonic() + self._times.close_s
+        for peer in self._peers.values():
+            peer.close(max(0.0, deadline - time.monotonic()))
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+        self._send_all(_FAILED, reason.encode())
+        self._on_loss(reason)
 
 
 class StepReceiver:
@@ -144,27 +184,44 @@ class StepReceiver:
     Args:
         host: Where the leader is.
         port: The leader's port.
+        index: Of this host, 1 or more.
         secret: What the leader gave to all processes.
+        on_loss: Called once, from another thread, with what happened when the leader is lost, has failed, or has ended while this process could not.
+            It should end the process: a collective may be waiting for the leader for ever.
+        on_early_stop: Called likewise when the leader ends cleanly before it has asked for :meth:`messages`, in the midst of loading or compiling.
+        times: Limits.
 
     Raises:
-        HostLostError: The leader cannot be reached within ``CONNECT_TIMEOUT_S``.
+        HostLostError: The leader cannot be reached in time.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes) -> None:
-        self._name = f"{host}:{port}"
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    def __init__(
+        self, host: str, port: int, index: int, secret: bytes, on_loss: Callable[[str], None], on_early_stop: Callable[[], None], times: Times = TIMES
+    ) -> None:
+        self._on_loss = on_loss
+        self._on_early_stop = on_early_stop
+        self._times = times
+        self._is_following = False
+        self._ended = threading.Event()
+        deadline = time.monotonic() + times.connect_s
         while True:
             try:
-                self._connection = socket.create_connection((host, port), timeout=5.0)
+                connection = socket.create_connection((host, port), timeout=times.shake_s)
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise HostLostError(f"the leader at {self._name} cannot be reached: {_reason(error)}") from error
+                    raise HostLostError(f"the leader's step port {host}:{port} cannot be reached: {_reason(error, times)}") from error
                 time.sleep(0.2)
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection.settimeout(SILENCE_S)
-        self._connection.sendall(secret)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._peer = _Peer(f"the leader ({host})", connection, times)
+        with contextlib.suppress(OSError):  # What reads says it better.
+            connection.sendall(secret + _INDEX.pack(index))
+        self._peer.start(self._lose, self._stop)
+        threading.Thread(target=_beat, args=([self._peer], self._ended, times), name="heartbeat", daemon=True).start()
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :meth:`StepSender.gather`."""
+        self._peer.send(_VALUE, json.dumps(value).encode())
+        return json.loads(self._peer.receive(_VALUE)[1])
 
     def messages(self, num_ranks: int) -> Iterator[StepMessage]:
         """The steps, in order, until the leader ends.
@@ -172,29 +229,137 @@ class StepReceiver:
         Raises:
             HostLostError: The leader is lost.
         """
+        self._is_following = True
+        while True:
+            kind, data = self._peer.receive(_STEP, _STOP)
+            if kind == _STOP:
+                break
+            bucket, copies_size = _STEP_HEADER.unpack_from(data)
+            copies_end = _STEP_HEADER.size + copies_size
+            copies = np.frombuffer(data[_STEP_HEADER.size : copies_end], np.int32).reshape(-1, 3).tolist()
+            packed = np.frombuffer(data[copies_end:], np.int32).reshape(num_ranks, -1)
+            moves = [PageMoves(copies=tuple((source, to) for owner, source, to in copies if owner == rank)) for rank in range(num_ranks)]
+            yield StepMessage(bucket, packed, moves)
+        self.close()
+
+    def fail(self, reason: str) -> None:
+        """Tells the leader why this process is about to end. Waits for nothing: the leader ends when it has heard it, and jax then aborts who is left."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._peer.send(_FAILED, reason.encode())
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._ended.set()
+        self._peer.close(0.0)
+
+    def _stop(self) -> None:
+        if not self._is_following:
+            self._on_early_stop()
+        elif not self._ended.wait(self._times.stop_s):
+            self._lose("the leader has ended, and a step is still under way here")
+
+    def _lose(self, reason: str) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._on_loss(reason)
+
+
+class _Peer:
+    """The process at the other end of a connection.
+
+    Args:
+        name: For messages.
+        connection: Connected.
+        times: Limits.
+    """
+
+    def __init__(self, name: str, connection: socket.socket, times: Times) -> None:
+        _set_options(connection, times)
+        connection.settimeout(times.silence_s)
+        self._name = name
+        self._connection = connection
+        self._times = times
+        self._frames: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
+
+    def start(self, on_loss: Callable[[str], None], on_stop: Callable[[], None] = lambda: None) -> None:
+        """Reads in a thread of its own, whatever the others wait for.
+
+        Args:
+            on_loss: Called with the reason when the peer is lost or failed.
+            on_stop: Called when it ends cleanly.
+        """
+        self._reader = threading.Thread(target=self._read, args=(on_loss, on_stop), name=f"reads {self._name}", daemon=True)
+        self._reader.start()
+
+    def send(self, kind: int, data: bytes = b"") -> None:
+        """Sends a frame. That the peer is lost is the reader's to tell: it has what the peer said last."""
+        with self._lock:
+            try:
+                self._connection.sendall(_FRAME.pack(kind, len(data)) + data)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def receive(self, *kinds: int) -> tuple[int, bytes]:
+        """Waits for the next frame, which is of one of these kinds.
+
+        Raises:
+            HostLostError: The peer is lost.
+        """
+        kind, data = self._frames.get()
+        if kind == _LOST:
+            raise HostLostError(data.decode())
+        if kind not in kinds:
+            raise HostLostError(f"{self._name} sent a frame of kind {kind}, not {' or '.join(map(str, kinds))}; do all hosts run the same version?")
+        return kind, data
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the connection, once the peer has heard what was sent and ended it too, or after ``timeout_s``."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(timeout_s)
+        self._connection.close()
+
+    def _read(self, on_loss: Callable[[str], None], on_stop: Callable[[], None]) -> None:
         try:
             while True:
-                kind, bucket, copies_size, packed_size = _HEADER.unpack(_receive(self._connection, _HEADER.size))
-                if kind == _STOP:
+                kind, size = _FRAME.unpack(_receive(self._connection, _FRAME.size))
+                if size > _MAX_BYTES:
+                    raise ConnectionError(f"it sent a frame of {size} bytes; do all hosts run the same version?")
+                data = _receive(self._connection, size)
+                if kind == _FAILED:
+                    self._end(on_loss, f"{self._name} has failed: {data.decode(errors='replace')}")
                     return
-                if kind == _HEARTBEAT:
-                    continue
-                if kind != _STEP or max(copies_size, packed_size) > _MAX_BYTES:
-                    raise HostLostError(f"the leader at {self._name} sends what is no step (kind {kind}); do all hosts run the same version?")
-                copies = np.frombuffer(_receive(self._connection, copies_size), np.int32).reshape(-1, 3).tolist()
-                packed = np.frombuffer(_receive(self._connection, packed_size), np.int32).reshape(num_ranks, -1)
-                moves = [PageMoves(copies=tuple((source, to) for owner, source, to in copies if owner == rank)) for rank in range(num_ranks)]
-                yield StepMessage(bucket, packed, moves)
+                if kind != _HEARTBEAT:
+                    self._frames.put((kind, data))
+                if kind == _STOP:
+                    on_stop()
+                    return
         except OSError as error:
-            raise HostLostError(f"the leader at {self._name} is lost: {_reason(error)}") from error
-        finally:
-            self._connection.close()
+            self._end(on_loss, f"{self._name} is lost: {_reason(error, self._times)}")
 
-    def _beat(self) -> None:
-        with contextlib.suppress(OSError):  # The reading side says so.
-            while True:
-                self._connection.sendall(b"\0")
-                time.sleep(HEARTBEAT_S)
+    def _end(self, on_loss: Callable[[str], None], reason: str) -> None:
+        on_loss(reason)
+        self._frames.put((_LOST, reason.encode()))
+
+
+def _beat(peers: Sequence[_Peer], ended: threading.Event, times: Times) -> None:
+    while not ended.wait(times.heartbeat_s):
+        for peer in peers:
+            peer.send(_HEARTBEAT)
+
+
+def _set_options(connection: socket.socket, times: Times) -> None:
+    unheard_s, probe_s = round(times.unheard_s), max(1, round(times.unheard_s / 4))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": probe_s, "TCP_KEEPINTVL": probe_s, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": unheard_s * 1000}.items():
+        if hasattr(socket, name):  # Linux has all of them.
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -212,5 +377,5 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def _reason(error: OSError) -> str:
-    return f"nothing heard for {SILENCE_S:.0f} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+def _reason(error: OSError, times: Times) -> str:
+    return f"nothing heard for {times.silence_s:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
