@@ -66,6 +66,10 @@ class UnauthenticatedError(RequestError):
     """No API key, or a wrong one."""
 
 
+class ForbiddenError(RequestError):
+    """An API key that is right, for something that takes another kind of key."""
+
+
 class PayloadTooLargeError(RequestError):
     """The request body is larger than the server accepts."""
 

@@ -36,6 +36,7 @@ class Tokenizer:
         special_tokens: Texts of the special tokens by role (``bos_token``, …), as templates use them.
         chat_template: Jinja source, ``None`` for a model without one.
         template_source: Where the template came from; for a model without one, why.
+        source: Where the tokenizer itself came from.
 
     Raises:
         UnsupportedModelError: Its decoder is of no supported kind.
@@ -51,6 +52,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
         template_source: str = "the model has none",
+        source: str = "memory",
     ) -> None:
         self._backend = backend
         # A tokenizer.json may keep the truncation and padding of its training.
@@ -63,6 +65,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
         self.template_source = template_source
+        self.source = source
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -158,6 +161,7 @@ def _from_gguf(checkpoint: Checkpoint, file: GGUFFile, given: str | None) -> Tok
         special_tokens=parts.special_tokens,
         chat_template=template,
         template_source=source if template is not None else "its GGUF metadata holds none",
+        source="gguf",
     )
 
 
@@ -174,6 +178,7 @@ def _from_folder(checkpoint: Checkpoint, given: str | None) -> Tokenizer:
         special_tokens=special,
         chat_template=template,
         template_source=source,
+        source="tokenizer.json" if (folder / "tokenizer.json").is_file() else type(original).__name__,
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from jaxserve.engine.inspection import SchedulerView
+from jaxserve.engine.meter import Measurements
+from jaxserve.engine.stats import EngineStats
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 
 EngineState = Literal["starting", "ready", "draining", "dead"]
@@ -18,6 +21,9 @@ class ServedTokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None: ...
+
+    @property
+    def source(self) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -39,6 +45,9 @@ class ServedEngine(Protocol):
 
     @property
     def model_name(self) -> str: ...
+
+    @property
+    def model_revision(self) -> str | None: ...
 
     @property
     def max_model_len(self) -> int: ...
@@ -69,8 +78,28 @@ class ServedEngine(Protocol):
         """Ends a request within one step and frees its pages. False when no such request is in flight."""
         ...
 
-    def stats(self) -> Any:
-        """A dataclass of counters and gauges."""
+    def stats(self) -> EngineStats:
+        """Counters and gauges. From any thread.
+
+        Raises:
+            EngineNotReadyError: There is no engine yet.
+        """
+        ...
+
+    def measurements(self) -> Measurements:
+        """Histograms; as ``stats``."""
+        ...
+
+    async def inspect(self) -> SchedulerView:
+        """What runs and who waits.
+
+        Raises:
+            EngineError: There is no engine, or it does not answer.
+        """
+        ...
+
+    def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
+        """Has the one listener told of each request that ends, once, with its last output."""
         ...
 
     def start(self) -> None: ...

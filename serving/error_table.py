@@ -32,6 +32,7 @@ class ErrorRow:
 ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     errors.InvalidRequestError: ErrorRow(400, "invalid_request_error", "invalid_value", "INVALID_ARGUMENT"),
     errors.UnauthenticatedError: ErrorRow(401, "invalid_request_error", "invalid_api_key", "UNAUTHENTICATED"),
+    errors.ForbiddenError: ErrorRow(403, "invalid_request_error", "admin_key_required", "PERMISSION_DENIED"),
     errors.UnknownModelError: ErrorRow(404, "invalid_request_error", "model_not_found", "NOT_FOUND"),
     errors.PayloadTooLargeError: ErrorRow(413, "invalid_request_error", "request_too_large", "RESOURCE_EXHAUSTED"),
     errors.QuotaExceededError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded", "RESOURCE_EXHAUSTED"),

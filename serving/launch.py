@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jaxserve.config import Config
 from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
+from jaxserve.serving.metrics import Responses
+from jaxserve.serving.observers import Observers
 from jaxserve.serving.ports import listen
 
 logger = logging.getLogger(__name__)
@@ -44,17 +47,21 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
         on_end: Called at the end, once the engine is closed, unless an error is the end.
 
     Raises:
-        ConfigError: A port is in use, or the host cannot be listened on; the message names the option.
+        ConfigError: A port is in use, or the host cannot be listened on; the message names the option. Or traces are wanted and cannot be made.
         Exception: What made the engine's start fail.
     """
+    observers = Observers(config, engine)
+    engine.on_end(observers)
     try:
         with contextlib.closing(listen(config.server.host, config.server.port, key="server.port", flag="--port")) as http_socket:
-            grpc_server = GrpcServer(engine, config) if config.server.grpc_port is not None else None
+            responses = Responses()
+            grpc_server = GrpcServer(engine, config, responses) if config.server.grpc_port is not None else None
             with _stop_on_signal() as stop:
-                await _serve_bound(config, engine, http_socket, grpc_server, stop)
+                await _serve_bound(create_app(engine, config, responses), config, engine, http_socket, grpc_server, stop)
         still_starting = engine.state == "starting"
     finally:
         engine.close()
+        observers.close()
     on_end()
     if still_starting:
         logger.info("stopped before the engine was ready")
@@ -62,10 +69,12 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
         os._exit(0)  # a compilation cannot be interrupted, and its threads would hold the process for minutes
 
 
-async def _serve_bound(config: Config, engine: ServedEngine, http_socket: socket.socket, grpc_server: GrpcServer | None, stop: asyncio.Event) -> None:
+async def _serve_bound(
+    app: ASGIApp, config: Config, engine: ServedEngine, http_socket: socket.socket, grpc_server: GrpcServer | None, stop: asyncio.Event
+) -> None:
     http_server = _HttpServer(
         uvicorn.Config(
-            create_app(engine, config),
+            app,
             log_config=None,
             access_log=False,
             server_header=False,

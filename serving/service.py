@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import re
 import reprlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,9 @@ from typing import Any, TypeVar
 
 from jaxserve import __version__
 from jaxserve.config import Config
+from jaxserve.engine.meter import Measurements
 from jaxserve.engine.params import resolve_params
+from jaxserve.engine.stats import EngineStats
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 from jaxserve.serving.auth import require_key
@@ -22,6 +25,8 @@ from jaxserve.serving.messages import Prompt
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenised in a thread: the event loop serves every stream, and a megabyte takes a second."""
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{1,256})?")
 
 _RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
 
@@ -58,6 +63,13 @@ class InferenceService:
         parts = (self.version, self.model_name, model.source, model.revision, model.dtype)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
+    def snapshot(self) -> tuple[EngineStats, Measurements] | None:
+        """The engine's counts and histograms; ``None`` as long as there is no engine. From any thread."""
+        try:
+            return self.engine.stats(), self.engine.measurements()
+        except (EngineNotReadyError, EngineDeadError):
+            return None
+
     def require_ready(self) -> None:
         """Raises:
         EngineNotReadyError: Starting or draining.
@@ -93,17 +105,20 @@ class InferenceService:
         """Whose key an ``Authorization: Bearer KEY`` is; see ``require_key``."""
         return require_key(authorization, self._tenants_by_key)
 
-    def request_options(self, given: Mapping[str, Any], tenant: str) -> RequestOptions:
+    def request_options(self, given: Mapping[str, Any], tenant: str, traceparent: str | None) -> RequestOptions:
         """How a request is to be treated.
 
         Args:
             given: Values by name of ``OPTION_FIELDS``.
             tenant: Whose it is.
+            traceparent: The header of the same name; one that is not well-formed is left out, as W3C Trace Context wants it.
 
         Raises:
             InvalidRequestError: A value out of its range.
         """
-        return RequestOptions(**given, tenant=tenant)
+        if traceparent is not None and not _TRACEPARENT.fullmatch(traceparent):
+            traceparent = None
+        return RequestOptions(**given, tenant=tenant, traceparent=traceparent)
 
     async def encode(self, prompts: Sequence[Prompt], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of prompts; those that are ids already stay as they are. Long ones do not hold up the event loop."""

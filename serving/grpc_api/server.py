@@ -17,7 +17,8 @@ from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
-from jaxserve.serving.grpc_api.servicer import InferenceServicer, authorization_of, parse_or_error
+from jaxserve.serving.grpc_api.servicer import InferenceServicer, metadata_value, parse_or_error
+from jaxserve.serving.metrics import Responses
 from jaxserve.serving.ports import listen
 from jaxserve.serving.service import InferenceService
 
@@ -37,6 +38,7 @@ class GrpcServer:
     Args:
         engine: May still be starting.
         config: ``server.host``, ``grpc_port``, ``api_keys`` and ``max_body_bytes`` are read here.
+        responses: Where all APIs of the server count their answers; ``None`` if this is the only one.
 
     Attributes:
         port: The port bound, also where the configuration asked for any free one.
@@ -45,16 +47,17 @@ class GrpcServer:
         ConfigError: The port is in use, or the address cannot be listened on.
     """
 
-    def __init__(self, engine: ServedEngine, config: Config) -> None:
+    def __init__(self, engine: ServedEngine, config: Config, responses: Responses | None = None) -> None:
+        responses = responses or Responses()
         options = (
             ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
             ("grpc.max_receive_message_length", config.server.max_body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
         )
-        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.read_tenants().by_key), _Parser()], options=options)
+        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.read_tenants().by_key, responses), _Parser()], options=options)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config)), self._server)
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config), responses), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self.port: int = self._bind(config.server.host, config.server.grpc_port or 0)
@@ -89,8 +92,9 @@ class GrpcServer:
 class _KeyGuard(grpc.aio.ServerInterceptor):
     """Refuses calls without an API key, health aside."""
 
-    def __init__(self, tenants_by_key: Mapping[str, str]) -> None:
+    def __init__(self, tenants_by_key: Mapping[str, str], responses: Responses) -> None:
         self._tenants_by_key = tenants_by_key
+        self._responses = responses
 
     async def intercept_service(
         self,
@@ -99,8 +103,9 @@ class _KeyGuard(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             try:
-                require_key(authorization_of(handler_call_details.invocation_metadata), self._tenants_by_key)
+                require_key(metadata_value(handler_call_details.invocation_metadata, "authorization").encode(), self._tenants_by_key)
             except UnauthenticatedError as error:
+                self._responses.count("grpc", "other", "UNAUTHENTICATED")
                 return _refusal(error)
         return await continuation(handler_call_details)
 

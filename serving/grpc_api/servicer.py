@@ -20,6 +20,7 @@ from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.messages import parse_messages
+from jaxserve.serving.metrics import Responses
 from jaxserve.serving.service import OPTION_FIELDS, SAMPLING_FIELDS, InferenceService, client_names
 
 MAX_REQUEST_ID_CHARS = 128
@@ -34,20 +35,24 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     Args:
         service: What both APIs share.
+        responses: Told how each call was answered.
     """
 
-    def __init__(self, service: InferenceService) -> None:
+    def __init__(self, service: InferenceService, responses: Responses) -> None:
         self._service = service
+        self._responses = responses
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateResponse, None]:
-        async with _answering(context):
+        async with _answering(context, self._responses, "Generate"):
             service = self._service
             _check_message(request)
             self._check(request.model)
             given = _sampling_given(request)
             with client_names({"prompt": request.WhichOneof("input") or "input"}):
                 params = service.sampling_params(given)
-                options = service.request_options(_given(request, OPTION_FIELDS), service.tenant_of(authorization_of(context.invocation_metadata())))
+                metadata = context.invocation_metadata()
+                tenant = service.tenant_of(metadata_value(metadata, "authorization").encode())
+                options = service.request_options(_given(request, OPTION_FIELDS), tenant, metadata_value(metadata, "traceparent") or None)
                 token_ids = await self._prompt(request)
                 truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
                 request_id = _request_id(request.request_id)
@@ -57,27 +62,27 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                     yield _response(output)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        async with _answering(context):
+        async with _answering(context, self._responses, "Tokenize"):
             _check_message(request)
             self._check(request.model)
             return pb.TokenizeResponse(token_ids=await self._prompt(request), max_model_len=self._service.engine.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        async with _answering(context):
+        async with _answering(context, self._responses, "Detokenize"):
             _check_message(request)
             self._check(request.model)
             with client_names({"tokens": "token_ids"}):
                 return pb.DetokenizeResponse(text=await self._service.decode(request.token_ids))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        async with _answering(context):
+        async with _answering(context, self._responses, "Abort"):
             _check_message(request)
             if not request.request_id:
                 raise InvalidRequestError("request_id is required", param="request_id", code="missing_required_parameter")
             return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        async with _answering(context):
+        async with _answering(context, self._responses, "GetModelInfo"):
             _check_message(request)
             self._check(request.model)
             engine, model = self._service.engine, self._service.config.model
@@ -91,7 +96,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        async with _answering(context):
+        async with _answering(context, self._responses, "GetServerInfo"):
             _check_message(request)
             service = self._service
             state = service.engine.state
@@ -125,26 +130,31 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
 
 @contextlib.asynccontextmanager
-async def _answering(context: Context) -> AsyncIterator[None]:
-    """Ends the call by the error table if the block raises."""
+async def _answering(context: Context, responses: Responses, method: str) -> AsyncIterator[None]:
+    """Ends the call by the error table if the block raises, and counts it."""
+    status = "CANCELLED"  # whatever ends the block in another way: the client went away
     try:
         yield
+        status = "OK"
     except grpc.aio.AbortError:
         raise
     except Exception as error:
         report = report_error(error)
+        status = report.row.grpc_code
         details = [("error-code", report.code), ("error-param", report.param)]
         if report.retry_after_s is not None:
             details += [("retry-after", str(report.retry_after_s)), ("grpc-retry-pushback-ms", str(1000 * report.retry_after_s))]
         # Metadata is ASCII; a field's name from the client may not be.
         metadata = tuple((name, value.encode("ascii", "replace").decode()) for name, value in details if value)
-        await context.abort(getattr(grpc.StatusCode, report.row.grpc_code), report.message[:MAX_MESSAGE_CHARS], metadata)
+        await context.abort(getattr(grpc.StatusCode, status), report.message[:MAX_MESSAGE_CHARS], metadata)
+    finally:
+        responses.count("grpc", method, status)
 
 
-def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
-    """The value of a call's ``authorization``; empty without one."""
-    value = dict(metadata or ()).get("authorization", "")
-    return value.encode() if isinstance(value, str) else value
+def metadata_value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str:
+    """A value of a call's metadata; empty without one."""
+    value = dict(metadata or ()).get(name, "")
+    return value if isinstance(value, str) else value.decode("latin-1")
 
 
 def parse_or_error(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:

@@ -15,8 +15,10 @@ from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.http_api import generation
 from jaxserve.serving.http_api.front_door import FrontDoor
 from jaxserve.serving.http_api.json_body import parse_object, read_body
+from jaxserve.serving.http_api.operations import operations
 from jaxserve.serving.http_api.responses import JsonResponse, error_response
 from jaxserve.serving.http_api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from jaxserve.serving.metrics import Responses
 from jaxserve.serving.service import InferenceService
 
 MAX_PATH_CHARS = 200
@@ -25,19 +27,22 @@ MAX_PATH_CHARS = 200
 B = TypeVar("B", bound=Body)
 
 
-def create_app(engine: ServedEngine, config: Config) -> fastapi.FastAPI:
+def create_app(engine: ServedEngine, config: Config, responses: Responses | None = None) -> fastapi.FastAPI:
     """Builds the application; it holds no state beyond its arguments.
 
     Args:
         engine: May still be starting: all but the probes answer 503 until it is ready.
         config: The resolved configuration.
+        responses: Where all APIs of the server count their answers; ``None`` if this is the only one.
     """
+    responses = responses or Responses()
     service = InferenceService(engine, config)
     app = fastapi.FastAPI(title="jaxserve", version=service.version, redirect_slashes=False)
-    app.add_middleware(FrontDoor, tenants_by_key=config.read_tenants().by_key)
+    app.add_middleware(FrontDoor, tenants_by_key=config.read_tenants().by_key, admin_keys=config.server.admin_keys, responses=responses)
     app.add_exception_handler(JaxserveError, _on_jaxserve_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.include_router(_probes(service))
+    app.include_router(operations(service, responses))
     app.include_router(_models(service))
     app.include_router(_generation(service))
     app.include_router(_tokens(service))

@@ -12,17 +12,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import Request, RequestOutput, Usage
+from jaxserve.request import Request, RequestOptions, RequestOutput, Usage
 from jaxserve.serving.http_api.front_door import TENANT_KEY
-from jaxserve.serving.http_api.responses import DONE_EVENT, ClientGoneError, EventStream, JsonResponse, json_bytes, unless_gone
+from jaxserve.serving.http_api.responses import CLIENT_GONE_STATUS, DONE_EVENT, ClientGoneError, EventStream, JsonResponse, json_bytes, unless_gone
 from jaxserve.serving.http_api.schemas import ChatBody, CompletionBody
 from jaxserve.serving.service import InferenceService, client_names
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions. Chat has none: up to the context length."""
-
-CLIENT_GONE_STATUS = 499
-
 
 Prepare = Callable[[str], Awaitable[list[Request]]]
 """From the answer's id to the requests that make it."""
@@ -87,7 +84,7 @@ async def complete(service: InferenceService, http_request: HttpRequest, body: C
 
     async def prepare(answer_id: str) -> list[Request]:
         params = service.sampling_params(body.sampling_given())
-        options = service.request_options(body.options_given(), http_request.scope.get(TENANT_KEY, ""))
+        options = _options(service, http_request, body)
         token_ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         request_ids = [answer_id] if len(token_ids) == 1 else [f"{answer_id}-{index}" for index in range(len(token_ids))]
         limits = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "default_max_tokens": DEFAULT_COMPLETION_TOKENS}
@@ -112,7 +109,7 @@ async def chat(service: InferenceService, http_request: HttpRequest, body: ChatB
             names["max_tokens"] = "max_completion_tokens"
         with client_names(names):
             params = service.sampling_params(given)
-            options = service.request_options(body.options_given(), http_request.scope.get(TENANT_KEY, ""))
+            options = _options(service, http_request, body)
             token_ids = await service.encode_chat(
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
@@ -122,6 +119,10 @@ async def chat(service: InferenceService, http_request: HttpRequest, body: ChatB
             return [service.make_request(token_ids, params, answer_id, options, truncate_prompt_tokens=body.truncate_prompt_tokens)]
 
     return await _answer(service, http_request, body, ChatForm(), prepare)
+
+
+def _options(service: InferenceService, http_request: HttpRequest, body: CompletionBody | ChatBody) -> RequestOptions:
+    return service.request_options(body.options_given(), http_request.scope.get(TENANT_KEY, ""), http_request.headers.get("traceparent"))
 
 
 async def _answer(service: InferenceService, http_request: HttpRequest, body: CompletionBody | ChatBody, form: AnswerForm, prepare: Prepare) -> Response:

@@ -15,6 +15,9 @@ from jaxserve.serving.error_table import report_error
 
 T = TypeVar("T")
 
+CLIENT_GONE_STATUS = 499
+"""For the books alone: nobody is there to see it."""
+
 DONE_EVENT = b"data: [DONE]\n\n"
 
 

@@ -149,6 +149,7 @@ class FakeTokenizer:
     eos_token_ids = (EOS,)
     chat_template = "fake"
     template_source = "fake"
+    source = "fake"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

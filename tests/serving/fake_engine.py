@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import ContextLengthError, EngineDeadError, InvalidRequestError
@@ -21,6 +21,7 @@ class ByteTokenizer:
     bos_token_id = BOS
     eos_token_ids = (EOS,)
     template_source = "test"
+    source = "test"
 
     def __init__(self, chat_template: str | None = "{{ messages }}") -> None:
         self.chat_template = chat_template
@@ -84,6 +85,7 @@ class FakeAsyncEngine:
         self.max_model_len = max_model_len
         self.tokenizer = ByteTokenizer(chat_template)
         self.model_name = "fake"
+        self.model_revision: str | None = None
         self.sampling_defaults: Mapping[str, Any] = {"temperature": 0.5}
         self.start_error = start_error
         self.holds_start = holds_start
@@ -147,6 +149,9 @@ class FakeAsyncEngine:
             self.running[request_id].set()
             return True
         return False
+
+    def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
+        pass
 
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running))
