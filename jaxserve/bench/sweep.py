@@ -18,7 +18,7 @@ MIN_LOAD = 0.1
 """Requests under way on average, below which a search for a sustainable rate gives up."""
 
 NUM_UNLOADED = 5
-MAX_LATE_MS = 20.0
+MAX_LATE_MS = 100.0
 """Of the client's own sending, 99th percentile: beyond it a trial says more about the client than about the server."""
 
 RunWorkload = Callable[[Workload], Awaitable[Result]]
@@ -133,7 +133,7 @@ async def find_max_rate(
         logger.info("%.4g requests/s: %.1f%% good, %s", rate, trial.good_share * 100, "sustained" if trial.sustained else "too much")
         late = result.metrics.late_ms
         if late is not None and late.p99 > MAX_LATE_MS:
-            return answer(f"this client was {late.p99:.0f} ms late at {rate:.4g} requests/s: its machine is too busy or too slow to go on")
+            return answer(f"this client was {late.p99:.0f} ms late at {rate:.4g} requests/s: its machine is too busy or too slow to narrow it further")
         if low and high <= low * (1 + tolerance / 2):
             return answer(f"{low:.4g} is sustained, {high:.4g} is not")
         if not low and rate < MIN_LOAD / answer_s:
