@@ -58,25 +58,6 @@ def own_address(host: str) -> str:
     return address
 
 
-def listen(address: str, port: int, key: str) -> socket.socket:
-    """A listening socket.
-
-    Args:
-        address: Own; empty for all.
-        port: TCP port.
-        key: What the configuration calls it.
-
-    Raises:
-        ConfigError: The port cannot be had.
-    """
-    try:
-        return socket.create_server((address, port))
-    except OSError as error:
-        raise ConfigError(
-            f"{key} is {port} and cannot be listened on: {os.strerror(error.errno or 0)}; choose another distributed.port on all hosts"
-        ) from error
-
-
 def _own_index(hosts: Sequence[str]) -> int:
     names = {socket.gethostname(), socket.getfqdn()}
     matches = [index for index, host in enumerate(hosts) if host in names]

@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxserve import __version__
 from jaxserve.config import Config, DistributedConfig
-from jaxserve.engine.hosts import listen, own_address
+from jaxserve.engine.connections import await_all, await_leader, listen
+from jaxserve.engine.hosts import own_address
 from jaxserve.engine.memory import Memory
 from jaxserve.engine.step_channel import SECRET_BYTES, StepReceiver, StepSender
 from jaxserve.errors import ConfigError, HostLostError
@@ -133,11 +134,16 @@ def join(config: Config, hosts: Sequence[str], index: int, before_end: Callable[
         logger.info("the leader was stopped before the engine was ready")
         _exit(0)
 
-    port, sender, address = config.distributed.port, None, ""
+    port, sender, address, timeout_s = config.distributed.port, None, "", config.distributed.join_timeout_s
+    logger.info("host %d of %d: waiting for the others, for %g s at most", index, len(hosts), timeout_s)
     if index == 0:
         address = own_address(hosts[0])
         listen(address, port, "distributed.port").close()  # jax would share a port that is in use.
-        sender = StepSender(listen(address, port + 1, "distributed.port + 1"), len(hosts) - 1, end)
+        listener = listen(address, port + 1, "distributed.port + 1")
+        sender = StepSender(listener, len(hosts) - 1, end)
+        await_all(listener, len(hosts) - 1, timeout_s)
+    else:
+        await_leader(hosts[0], port + 1, index, timeout_s)
     _initialize(config.distributed, hosts, index, address)
     secret = _share_secret()
     receiver = StepReceiver(hosts[0], port + 1, index, secret, end, end_early) if sender is None else None
@@ -191,7 +197,6 @@ def leaving_the_end_to_the_leader(processes: Processes) -> Iterator[threading.Ev
 def _initialize(config: DistributedConfig, hosts: Sequence[str], index: int, address: str) -> None:
     # Its handler would swallow SIGTERM, which is ours: it drains.
     jax.config.update("jax_enable_preemption_service", False)
-    logger.info("host %d of %d: waiting for the others, for %g s at most", index, len(hosts), config.join_timeout_s)
     # The call does not come back to Python while it waits: without this Ctrl-C would wait with it.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -203,7 +208,7 @@ def _initialize(config: DistributedConfig, hosts: Sequence[str], index: int, add
             shutdown_timeout_seconds=_EXIT_TIMEOUT_S,
         )  # fmt: skip
     except RuntimeError as error:
-        raise HostLostError(f"not all of {', '.join(hosts)} came together within {config.join_timeout_s:g} s: {str(error).splitlines()[0]}") from error
+        raise HostLostError(f"the hosts could not come together at distributed.port ({config.port}): {str(error).splitlines()[0]}") from error
     finally:
         signal.signal(signal.SIGINT, before)
 

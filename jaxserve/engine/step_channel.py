@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import json
-import logging
 import queue
 import socket
 import struct
@@ -17,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.engine.connections import SHAKE_S, admit, call, receive
 from jaxserve.engine.schedule import PageMoves
 from jaxserve.errors import HostLostError
-
-logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 
@@ -28,10 +25,8 @@ _FRAME = struct.Struct("<BI")
 """Kind, bytes that follow."""
 _STEP, _VALUE, _HEARTBEAT, _STOP, _FAILED, _LOST = range(1, 7)
 """What a frame is: a step, a JSON value, nothing, the clean end, the reason of another end. ``_LOST`` is never sent: a reader leaves it to who waits."""
-_INDEX = struct.Struct("<I")
 _STEP_HEADER = struct.Struct("<II")
 """Bucket, bytes of the page copies; the packed batch is the rest."""
-_ACCEPT_POLL_S = 0.1
 _MAX_BYTES = 2**28
 """No frame comes near it."""
 
@@ -55,7 +50,7 @@ class Times:
     silence_s: float = 60.0
     unheard_s: float = 20.0
     connect_s: float = 60.0
-    shake_s: float = 5.0
+    shake_s: float = SHAKE_S
     close_s: float = 5.0
     stop_s: float = 20.0
 
@@ -104,15 +99,9 @@ class StepSender:
         Raises:
             HostLostError: Not all came in time.
         """
-        deadline = time.monotonic() + self._times.connect_s
         with self._listener:
-            self._listener.settimeout(_ACCEPT_POLL_S)
-            while missing := {*range(1, self._num_followers + 1)} - self._peers.keys():
-                if time.monotonic() > deadline:
-                    raise HostLostError(f"host {', '.join(map(str, sorted(missing)))} did not reach the leader's step port within {self._times.connect_s:g} s")
-                with contextlib.suppress(OSError):
-                    connection, address = self._listener.accept()
-                    threading.Thread(target=self._greet, args=(connection, address[0], secret), name="greeting", daemon=True).start()
+            connections = admit(self._listener, self._num_followers, secret, self._times.connect_s, self._times.shake_s)
+        self._peers = {index: _Peer(f"host {index} ({connection.getpeername()[0]})", connection, self._times) for index, connection in connections.items()}
         for peer in self._peers.values():
             peer.start(self._lose)
         threading.Thread(target=_beat, args=([*self._peers.values()], self._ended, self._times), name="heartbeat", daemon=True).start()
@@ -139,20 +128,6 @@ class StepSender:
     def close(self) -> None:
         """Tells the followers to end, and waits until they have heard it."""
         self._end(_STOP, b"")
-
-    def _greet(self, connection: socket.socket, address: str, secret: bytes) -> None:
-        connection.settimeout(self._times.shake_s)
-        try:
-            shown = _receive(connection, SECRET_BYTES)
-            (index,) = _INDEX.unpack(_receive(connection, _INDEX.size))
-        except OSError:
-            shown, index = b"", 0
-        with self._lock:
-            if hmac.compare_digest(shown, secret) and 0 < index <= self._num_followers and index not in self._peers:
-                self._peers[index] = _Peer(f"host {index} ({address})", connection, self._times)
-                return
-        logger.warning("turned away a connection from %s to the step port: it is none of the followers", address)
-        connection.close()
 
     def _send_all(self, kind: int, data: bytes) -> None:
         for peer in self._peers.values():
@@ -203,18 +178,7 @@ class StepReceiver:
         self._times = times
         self._is_following = False
         self._ended = threading.Event()
-        deadline = time.monotonic() + times.connect_s
-        while True:
-            try:
-                connection = socket.create_connection((host, port), timeout=times.shake_s)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise HostLostError(f"the leader's step port {host}:{port} cannot be reached: {_reason(error, times)}") from error
-                time.sleep(0.2)
-        self._peer = _Peer(f"the leader ({host})", connection, times)
-        with contextlib.suppress(OSError):  # What reads says it better.
-            connection.sendall(secret + _INDEX.pack(index))
+        self._peer = _Peer(f"the leader ({host})", call(host, port, index, secret, times.connect_s), times)
         self._peer.start(self._lose, self._stop)
         threading.Thread(target=_beat, args=([self._peer], self._ended, times), name="heartbeat", daemon=True).start()
 
@@ -327,10 +291,10 @@ class _Peer:
     def _read(self, on_loss: Callable[[str], None], on_stop: Callable[[], None]) -> None:
         try:
             while True:
-                kind, size = _FRAME.unpack(_receive(self._connection, _FRAME.size))
+                kind, size = _FRAME.unpack(receive(self._connection, _FRAME.size))
                 if size > _MAX_BYTES:
                     raise ConnectionError(f"it sent a frame of {size} bytes; do all hosts run the same version?")
-                data = _receive(self._connection, size)
+                data = receive(self._connection, size)
                 if kind == _FAILED:
                     self._end(on_loss, f"{self._name} has failed: {data.decode(errors='replace')}")
                     return
@@ -360,21 +324,6 @@ def _set_options(connection: socket.socket, times: Times) -> None:
     for name, value in {"TCP_KEEPIDLE": probe_s, "TCP_KEEPINTVL": probe_s, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": unheard_s * 1000}.items():
         if hasattr(socket, name):  # Linux has all of them.
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    """Exactly ``size`` bytes.
-
-    Raises:
-        OSError: The connection ended, or nothing came for its time limit.
-    """
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(size - len(parts))
-        if not part:
-            raise ConnectionResetError("it closed the connection")
-        parts += part
-    return bytes(parts)
 
 
 def _reason(error: OSError, times: Times) -> str:

@@ -7,12 +7,14 @@ import http.server
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jaxserve.config import DistributedConfig
-from jaxserve.engine.hosts import find_hosts, listen, own_address
-from jaxserve.errors import ConfigError
+from jaxserve.engine.connections import await_all, await_leader, listen
+from jaxserve.engine.hosts import find_hosts, own_address
+from jaxserve.errors import ConfigError, HostLostError
 
 ON_TPU = {"JAX_PLATFORMS": "tpu,cpu", "TPU_SKIP_MDS_QUERY": "1"}
 FOUR = {"TPU_WORKER_HOSTNAMES": "t-0,t-1, t-2,t-3", "TPU_WORKER_ID": "2"}
@@ -98,3 +100,30 @@ def test_port_in_use() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"distributed.port is {port} and cannot be listened on: Address already in use; choose another"):
             listen("127.0.0.1", port, "distributed.port")
+
+
+def test_hosts_wait_for_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    with listen("127.0.0.1", 0, "distributed.port") as listener, ThreadPoolExecutor(3) as executor, contextlib.ExitStack() as strangers:
+        port = listener.getsockname()[1]
+        stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        all_here = executor.submit(await_all, listener, 2, 20.0)
+        again = executor.submit(await_leader, "127.0.0.1", port, 2, 20.0)
+        with pytest.raises(TimeoutError):
+            again.result(0.3)
+        latest = executor.submit(await_leader, "127.0.0.1", port, 2, 20.0)  # Started anew: the earlier one counts no more.
+        with pytest.raises(HostLostError, match="went before all hosts had come, or another process came as host 2"):
+            again.result(20)
+        await_leader("127.0.0.1", port, 1, 20.0)
+        latest.result(20)
+        all_here.result(20)
+    assert "turned away a connection from 127.0.0.1" in caplog.text
+
+
+def test_hosts_that_do_not_come() -> None:
+    with listen("127.0.0.1", 0, "distributed.port") as listener, ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(await_leader, "127.0.0.1", listener.getsockname()[1], 2, 20.0)
+        with pytest.raises(HostLostError, match="hosts 1, 3 of 4 did not come within 0.5 s"):
+            await_all(listener, 3, 0.5)
+        with pytest.raises(HostLostError, match="the leader at 127.0.0.1 went"):
+            waiting.result(20)

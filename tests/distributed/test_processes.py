@@ -156,6 +156,14 @@ def test_hosts_that_are_not_alike(model: Path, tmp_path: Path) -> None:
             assert "the hosts must be alike, and are not: cache.page_size is 8 on host 0, 16 on host 1" in host.log
 
 
+@needs_collectives
+def test_nobody_comes(model: Path, tmp_path: Path) -> None:
+    with Cluster(tmp_path, num_hosts=3) as cluster:
+        leader = cluster.start(0, model, "distributed.join_timeout_s=2")
+        assert leader.wait(LIMIT_S) == 1
+        assert "error: hosts 1, 2 of 3 did not come within 2 s" in leader.log
+
+
 @pytest.mark.parametrize(
     ("processes", "words", "message"),
     [
