@@ -6,8 +6,6 @@ import dataclasses
 import os
 from typing import Any
 
-import jax
-
 from jaxserve.bench.compare import NOISY_CORES
 from jaxserve.bench.processes import cpu_use, read_cpu
 from jaxserve.bench.report import environment
@@ -18,7 +16,7 @@ class Surroundings:
     """Of one measurement.
 
     Args:
-        device: See :func:`device_name`.
+        device: See :func:`readable_device`.
         jax_version: The version of jax.
         others: Cores that other processes used meanwhile, on average; ``None`` where the machine does not tell.
     """
@@ -51,11 +49,19 @@ class Watch:
 
 
 def surroundings(watch: Watch) -> Surroundings:
-    """What stood around everything since ``watch`` was made."""
+    """What stood around everything since ``watch`` was made. Imports jax."""
+    import jax
+
     return Surroundings(device=device_name(), jax_version=jax.__version__, others=watch.others())
 
 
 def device_name() -> str:
-    """Of the first device: the chip's as jax has it, or the processor's."""
-    device = jax.devices()[0]
-    return environment()["cpu"] or "cpu" if device.platform == "cpu" else device.device_kind
+    """Of the first device. Imports jax."""
+    import jax
+
+    return readable_device(jax.devices()[0].device_kind)
+
+
+def readable_device(kind: str) -> str:
+    """The chip as jax names it, or the processor, which jax calls ``cpu``."""
+    return environment()["cpu"] or kind if kind == "cpu" else kind

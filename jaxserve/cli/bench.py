@@ -7,6 +7,7 @@ import typer
 from jaxserve.cli.bench_compare import compare
 from jaxserve.cli.bench_offline import latency, throughput
 from jaxserve.cli.bench_serve import serve
+from jaxserve.cli.bench_startup import startup
 from jaxserve.cli.bench_step import step
 
 bench = typer.Typer(help="Benchmark servers and the engine.", no_args_is_help=True, rich_markup_mode="rich")
@@ -21,4 +22,5 @@ bench.command()(serve)
 bench.command()(compare)
 bench.command()(throughput)
 bench.command()(latency)
+bench.command()(startup)
 bench.command()(step)

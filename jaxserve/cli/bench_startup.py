@@ -1,0 +1,45 @@
+"""``jaxserve bench startup``: how long the engine takes to be ready."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli import bench_options
+from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
+
+
+def startup(
+    words: Words = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Starts of each kind.")] = 3,
+    json_file: bench_options.JsonFile = None,
+    config: ConfigFiles = None,
+    platform: PlatformOption = None,
+    mesh: MeshOption = None,
+    compiled: CompiledOption = None,
+    debug: Debug = False,
+) -> None:
+    """Start the engine again and again, each time in a process of its own, and report how long each phase takes: cold, without a compiled program on disk,
+    and warm. Exits with 130 after Ctrl-C, which reports what there was.
+
+    Examples:
+
+        jaxserve bench startup
+
+        jaxserve bench startup gemma3-270m --repeats 1 --json startup.json
+    """
+    resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug)
+
+    from rich.console import Console
+
+    from jaxserve.bench import report
+    from jaxserve.bench.startup import measure_startup, print_startup, to_json
+
+    found = measure_startup(resolved, repeats=repeats)
+    if found.starts:
+        print_startup(found, Console())
+    if json_file is not None:
+        report.write_json(json_file, to_json(found))
+    if found.interrupted:
+        raise typer.Exit(bench_options.INTERRUPTED_STATUS)
