@@ -170,7 +170,7 @@ def _latencies(earlier: Reading, now: Reading) -> RenderableType:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
-    for when in (_last(earlier, now), "since start"):
+    for when in (_last(earlier, now), "in all"):
         for index, name in enumerate((*(f"p{share * 100:.0f}" for share in _SHARES), "count")):
             table.add_column(f"{'' if index else when}\n{name}", justify="right")
     for name, family in _LATENCIES:
