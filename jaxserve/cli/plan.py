@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import sys
@@ -117,7 +118,11 @@ def plan(
     if html is not None:
         write_page(html, question, plans, best, [*misfits, *remarks])
     if as_json:
-        emit(json.dumps(report.as_json(plans, best, seen)))
+        shown = report.as_json(plans, best, seen)
+        if budget:
+            for one, lines in zip(shown["layouts"], budgets, strict=True):
+                one["budget"] = [dataclasses.asdict(line) for line in lines]
+        emit(json.dumps(shown))
     else:
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
         console.print(report.table(plans, best, load))

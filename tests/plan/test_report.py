@@ -103,6 +103,12 @@ def test_the_budget_stands_beside_the_compilers_figures():
         assert line.split()[3:5] == [str(tokens // length)] * 2
 
 
+def test_a_budget_is_part_of_the_json_too():
+    (found,) = layouts(MODEL, "--on", "v6e:2x4", "--mesh", "data=1,model=8", "--budget")
+    lines = {line["name"]: line for line in found["budget"]}
+    assert lines["KV of one token"]["by_hand"] == lines["KV of one token"]["compiled"] == 40_960
+
+
 def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_fit():
     result = run(MODEL, "--on", "v6e:2x2", "--json")
     assert result.exit_code == 1
