@@ -66,9 +66,9 @@ def parse_samples(page: str) -> Samples:
             value = float(match[2])
         except ValueError:
             continue
-        name = match[1].rpartition(":")[2].removeprefix("jaxserve_")
-        samples[name] = samples.get(name, 0.0) + value
-    return samples
+        samples[match[1]] = samples.get(match[1], 0.0) + value
+    # jaxserve says the same under its own name and under vLLM's: one of them is enough.
+    return {name.rpartition(":")[2].removeprefix("jaxserve_"): value for name, value in samples.items()}
 
 
 def compare_samples(before: Samples, during: Sequence[Samples], after: Samples) -> ServerFigures:
