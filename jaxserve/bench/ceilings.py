@@ -1,5 +1,7 @@
 """The most that this device gives to XLA's programs, measured: bytes and FLOPs a second. What a step is held against."""
 
+# pyright: basic
+# jax is not typed strictly.
 from __future__ import annotations
 
 import dataclasses

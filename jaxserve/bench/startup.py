@@ -142,7 +142,7 @@ def to_json(found: Startup) -> dict[str, Any]:
 
 def print_startup(found: Startup, console: Console) -> None:
     """A row for each phase: medians, and their range where there is one."""
-    kinds = [kind for kind in KINDS if found.values(kind, "ready")]
+    kinds: list[Kind] = [kind for kind in KINDS if found.values(kind, "ready")]
     around = found.surroundings
     counts = " and ".join(f"{len(found.values(kind, 'ready'))} {kind}" for kind in kinds)
     table = make_table(f"{found.model} on {around.device}, jax {around.jax_version}: seconds, medians (range) of {counts} starts")

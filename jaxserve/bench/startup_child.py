@@ -1,5 +1,7 @@
 """One start of the engine, timed by phase. Runs as a process of its own: ``python -m jaxserve.bench.startup_child CONFIG_FILE SPAWNED_S``."""
 
+# pyright: basic
+# jax is not typed strictly.
 from __future__ import annotations
 
 import json

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from jaxserve.bench.ceilings import Ceilings
 from jaxserve.bench.report import make_table
-from jaxserve.bench.steps import PHASES, StepTimes, step_work
+from jaxserve.bench.steps import PHASES, StepTimes
 from jaxserve.bench.surroundings import Surroundings
-from jaxserve.plan.roofline import Split, Work
+from jaxserve.plan.roofline import Work
 
 ENOUGH_ACCOUNTED = 0.95
 
@@ -72,11 +72,6 @@ class StepReport:
     ceilings: Ceilings
     results: Sequence[StepResult]
     surroundings: Surroundings
-
-
-def results_of(split: Split, ceilings: Ceilings, measured: Sequence[StepTimes]) -> list[StepResult]:
-    """Steps beside what they did."""
-    return [StepResult(times=times, work=step_work(split, times), ceilings=ceilings) for times in measured]
 
 
 def to_json(report: StepReport) -> dict[str, Any]:

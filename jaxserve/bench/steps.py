@@ -117,7 +117,7 @@ class StepBench:
         requests = [self._request(self._prompt_len) for _ in range(shape.decodes)]
         try:
             self._start_decoding(requests)
-            steps, contexts = [], list[int]()
+            steps, contexts = list[dict[str, float]](), list[int]()
             for index in range(NUM_WARMUP + self._repeats):
                 if shape.prompt:
                     self._engine.add(self._request(shape.prompt, max_tokens=1))

@@ -1,5 +1,7 @@
 """What stood around a measurement in this process: the device, the program, and how busy others kept the machine."""
 
+# pyright: basic
+# jax is not typed strictly.
 from __future__ import annotations
 
 import dataclasses

@@ -107,7 +107,7 @@ def latency(
     from rich.console import Console
 
     from jaxserve.bench import report
-    from jaxserve.bench.batches import print_batches, run_batches, to_json
+    from jaxserve.bench.batches import BatchResult, print_batches, run_batches, to_json
     from jaxserve.bench.offline import offline_workload
     from jaxserve.bench.surroundings import Watch, device_name, surroundings
 
@@ -115,7 +115,7 @@ def latency(
     if max(sizes) > engine.stats().max_num_seqs:
         raise ConfigError(f"--batch is {batch}; it must be at most {engine.stats().max_num_seqs}, the sequences that run at once (scheduler.max_num_seqs)")
     watch = Watch()
-    found = []
+    found: list[BatchResult] = []
     for size in sizes:
         fields = {"num_requests": size, "input_len": str(input_len), "output_len": str(output_len), "seed": seed or 0}
         found.append(run_batches(engine, offline_workload(None, fields), repeats=repeats, device=device_name()))

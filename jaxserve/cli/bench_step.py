@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli import bench_options
-from jaxserve.cli.bench_engine import open_engine, whole_numbers
+from jaxserve.cli.bench_engine import whole_numbers
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
+from jaxserve.cli.progress import progress_bars
 from jaxserve.config import SchedulerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.platform import choose_platform
@@ -62,39 +63,14 @@ def step(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
     choose_platform(resolved.platform)
 
-    import jax
     from rich.console import Console
 
     from jaxserve.bench import report, step_report
-    from jaxserve.bench.ceilings import measure_ceilings
-    from jaxserve.bench.steps import StepBench, check_shapes, shapes_of
-    from jaxserve.bench.surroundings import Watch, surroundings
-    from jaxserve.engine.execution import choose_execution
-    from jaxserve.mesh_shape import choose_mesh_shape
-    from jaxserve.plan.roofline import Split
+    from jaxserve.bench.step_run import measure_steps
+    from jaxserve.bench.steps import shapes_of
 
-    name = jax.devices()[0].platform
-    shape = choose_mesh_shape(resolved.mesh, jax.device_count(), is_cpu=name == "cpu")
-    shapes, limits = list(shapes_of(batches, prompts, both)), resolved.scheduler
-    check_shapes(shapes, max_num_seqs=limits.max_num_seqs, max_tokens_per_step=limits.max_tokens_per_step, num_ranks=shape.data)
-    watch = Watch()
-    ceilings = measure_ceilings(resolved.model.dtype)
-    engine = open_engine(resolved)
-    bench = StepBench(engine, repeats=repeats, context=context)
-    measured = [bench.measure(one) for one in shapes]
-    kv_dtype = choose_execution(resolved, name).kv_dtype
-    split = Split(
-        spec=engine.spec, mesh=shape, rules=resolved.sharding, weight_bytes=jax.numpy.dtype(resolved.model.dtype).itemsize, kv_bytes=kv_dtype.itemsize
-    )
-    found = step_report.StepReport(
-        model=engine.model_name,
-        mesh=str(shape),
-        dtype=resolved.model.dtype,
-        kv_dtype=kv_dtype.name,
-        ceilings=ceilings,
-        results=step_report.results_of(split, ceilings, measured),
-        surroundings=surroundings(watch),
-    )
+    with progress_bars() as progress:
+        found = measure_steps(resolved, list(shapes_of(batches, prompts, both)), context=context, repeats=repeats, progress=progress)
     step_report.print_report(found, Console())
     if json_file is not None:
         report.write_json(json_file, step_report.to_json(found))
