@@ -13,7 +13,9 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest as generate_text
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -21,6 +23,8 @@ from jaxserve.engine.meter import HistogramSnapshot, Measurements
 from jaxserve.engine.stats import EngineStats
 from jaxserve.serving.contract import EngineState
 from jaxserve.serving.service import InferenceService
+
+_OPENMETRICS = "application/openmetrics-text"
 
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
@@ -174,8 +178,10 @@ class MetricsPage:
         Args:
             accept: The ``Accept`` header: Prometheus asks for OpenMetrics, others get the plain text format.
         """
-        encode, media_type = choose_encoder(accept)
-        return encode(self._registry), media_type
+        # No name here needs escaping. Whoever asks for it gets them as they are all the same: the library would also write vllm_x for vllm:x.
+        if _OPENMETRICS in accept:
+            return generate_openmetrics(self._registry, escaping=ALLOWUTF8), f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
+        return generate_text(self._registry, escaping=ALLOWUTF8), "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _ServiceCollector(Collector):
