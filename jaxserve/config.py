@@ -105,7 +105,6 @@ class CacheConfig:
         prefix: How keys and values of prompts and answers are kept for prompts that begin with the same tokens: in a radix tree (``radix``), which
             finds any branch point, or in a table of digests of whole pages (``hash``); ``off`` keeps none.
         session_ttl_s: How much longer than others what a request with a ``session_id`` leaves is kept, in seconds, while there is memory.
-        num_host_pages: Pages of host memory, for each data rank, that preempted requests are swapped to; 0 for none.
         isolate_tenants: Tenants share nothing: how fast an answer comes tells nobody what others asked.
     """
 
@@ -116,7 +115,6 @@ class CacheConfig:
     dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "fp8"] = "auto"
     prefix: Literal["radix", "hash", "off"] = "radix"
     session_ttl_s: Annotated[float, Between(0, 86_400)] = 300.0
-    num_host_pages: Annotated[int, Between(0, 2**24)] = 0
     isolate_tenants: bool = False
 
 
@@ -134,7 +132,7 @@ class SchedulerConfig:
         order: Who is next: ``fcfs`` who came first; ``priority`` who has the smallest ``priority``, with ageing; ``deadline`` whose ``deadline_ms`` is up
             first; ``fair`` the first of the tenant that has been served fewest tokens.
         preemption: What happens to a running request whose pages others need: ``recompute`` forgets what it has computed, ``swap`` moves it to host memory
-            (``cache.num_host_pages``) while there is room, ``auto`` takes what costs less time by what was measured at the start.
+            (``cache.swap_gib``) while there is room, ``auto`` takes what costs less time by what was measured at the start.
         ageing_s: With ``order=priority``: how long waiting makes up for one step of priority.
         max_queued_requests: Most requests that wait, beyond those that free slots take in the next step; ``None`` for any number. More are refused, or
             take the place of one with lower priority.
@@ -282,8 +280,8 @@ class Config:
                 f"scheduler.max_tokens_per_step is {limits.max_tokens_per_step}; must be at least scheduler.max_num_seqs ({limits.max_num_seqs}), "
                 f"so that every running sequence can take its token in each step"
             )
-        if limits.preemption == "swap" and not self.cache.num_host_pages:
-            raise ConfigError("scheduler.preemption is swap and cache.num_host_pages is 0; one must change: there is no host memory to swap to")
+        if limits.preemption == "swap" and self.cache.swap_gib == 0:
+            raise ConfigError("scheduler.preemption is swap and cache.swap_gib is 0; one must change: there is no host memory to swap to")
         if self.server.port and self.server.port == self.server.grpc_port:
             raise ConfigError(f"server.grpc_port is {self.server.grpc_port}; must differ from server.port, which is the same")
         for key in _SECRETS:

@@ -64,6 +64,9 @@ def tiny_engine(
     cache_dtype: Literal["auto", "fp8"] = "auto",
     mesh: MeshShape = MeshShape(),
     sharding: ShardingConfig = ShardingConfig(),
+    prefix: Literal["radix", "hash", "off"] = "radix",
+    preemption: Literal["recompute", "swap"] = "recompute",
+    num_host_pages: int = 0,
 ) -> Engine:
     """An engine on the tiny model. Without warm-up each bucket compiles when it is first met. KV heads are repeated where the mesh needs it."""
     spec = spec or tiny_spec()
@@ -71,8 +74,8 @@ def tiny_engine(
         model=ModelConfig(dtype=dtype),
         mesh=MeshConfig(data=mesh.data, model=mesh.model, replicate_kv_heads=True),
         sharding=sharding,
-        cache=CacheConfig(page_size=page_size, num_pages=num_pages, dtype=cache_dtype),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step),
+        cache=CacheConfig(page_size=page_size, num_pages=num_pages, dtype=cache_dtype, prefix=prefix),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=max_tokens_per_step, preemption=preemption),
         engine=EngineConfig(layers=layers, token_buckets=token_buckets, sequence_buckets=(2, 4, 8)),
     )
     execution = choose_execution(config, "cpu")
@@ -85,7 +88,8 @@ def tiny_engine(
         table_width=width, max_num_seqs=max_num_seqs, memory=Memory(2**30, 2**30), is_cpu=True, layout=layout,
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
-    runner = DeviceRunner(model, model.random_params(0, layout, randomize_all=True), plan, buckets, max_num_seqs=max_num_seqs)
+    params = model.random_params(0, layout, randomize_all=True)
+    runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=max_num_seqs, num_host_pages=num_host_pages)
     if warmup:
         runner.warmup()
     return Engine(runner, FakeTokenizer(), spec, config)

@@ -216,7 +216,7 @@ def fake_engine(
     runner = runner or FakeRunner()
     config = Config(
         model=ModelConfig(source="fake"),
-        cache=CacheConfig(page_size=runner.page_size, num_pages=runner.num_pages, num_host_pages=runner.num_host_pages),
+        cache=CacheConfig(page_size=runner.page_size, num_pages=runner.num_pages),
         scheduler=scheduler or SchedulerConfig(max_num_seqs=runner.max_num_seqs, max_tokens_per_step=max_tokens_per_step),
         engine=engine or EngineConfig(),
         tenants=tenants or TenantsConfig(),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import Config, SchedulerConfig, ServerConfig, TenantsConfig
+from jaxserve.config import CacheConfig, Config, SchedulerConfig, ServerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expiry import Expiry
 from jaxserve.engine.sequence import Sequence, SequenceStatus
@@ -350,8 +350,12 @@ class TestReading:
             Config(server=ServerConfig(api_keys=("k",)), tenants=TenantsConfig(keys=("a=k",)))
 
     def test_swapping_to_nowhere(self) -> None:
-        with pytest.raises(ConfigError, match="scheduler.preemption is swap and cache.num_host_pages is 0"):
-            Config(scheduler=SchedulerConfig(preemption="swap"))
+        swap = SchedulerConfig(max_num_seqs=2, preemption="swap")
+        with pytest.raises(ConfigError, match="scheduler.preemption is swap and cache.swap_gib is 0"):
+            Config(scheduler=swap, cache=CacheConfig(swap_gib=0))
+        with pytest.raises(ConfigError, match="no host memory to swap to"):
+            fake_engine(FakeRunner(max_num_seqs=2), scheduler=swap)
+        fake_engine(FakeRunner(max_num_seqs=2, num_host_pages=1), scheduler=swap)
 
 
 @pytest.mark.parametrize(
