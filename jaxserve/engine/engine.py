@@ -111,8 +111,8 @@ class Engine:
             raise ModelError(f"the sampling defaults of {model_name} cannot be used: {error}") from error
         if config.scheduler.preemption == "swap" and not runner.num_host_pages:
             raise ConfigError(
-                f"scheduler.preemption is swap, but this engine has no host memory to swap to (cache.swap_gib is {config.cache.swap_gib}; by default it is 0 on "
-                f"CPU, and several hosts have none); set cache.swap_gib, or scheduler.preemption to auto or recompute"
+                f"scheduler.preemption is swap, but this engine has no host memory to swap to (cache.swap_gib is {config.cache.swap_gib}; by default it is 0 "
+                f"on CPU, and several hosts have none); set cache.swap_gib, or scheduler.preemption to auto or recompute"
             )
         assert runner.max_num_seqs >= config.scheduler.max_num_seqs
         self.watchdog_s = config.engine.watchdog_s
