@@ -21,6 +21,7 @@ from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.launch import serve
 from tests.engine_host.fakes import FakeRunner, fake_engine
+from tests.engine_host.test_async_engine import SlowRunner
 from tests.serving.servers import Raw, grpc_server, http_server, server_config, until
 
 
@@ -74,7 +75,7 @@ def test_both_apis_give_the_texts_of_one_by_one() -> None:
     with_servers(scenario)
 
 
-def test_200_random_disconnects_leave_all_pages_free() -> None:
+def test_1000_random_disconnects_and_aborts_leave_all_pages_free() -> None:
     rng = random.Random(0)
 
     async def leave_http(port: int, stream: bool) -> None:
@@ -87,9 +88,21 @@ def test_200_random_disconnects_leave_all_pages_free() -> None:
         await asyncio.sleep(rng.random() * 0.1)
         call.cancel()
 
+    async def abort(stub: pb_grpc.InferenceStub, name: str) -> None:
+        call = stub.Generate(pb.GenerateRequest(text="four", max_tokens=200, ignore_eos=True, request_id=name))
+        await asyncio.sleep(rng.random() * 0.1)
+        await stub.Abort(pb.AbortRequest(request_id=name))
+        responses = [response async for response in call]
+        assert responses[-1].finish_reason in ("abort", "length")
+
     async def scenario(port: int, stub: pb_grpc.InferenceStub) -> None:
-        for _ in range(10):
-            await asyncio.gather(*(leave_grpc(stub) if index % 3 == 0 else leave_http(port, index % 3 == 1) for index in range(20)))
+        def one(index: int) -> Awaitable[None]:
+            if index % 4 < 2:
+                return leave_http(port, index % 4 == 1)
+            return leave_grpc(stub) if index % 4 == 2 else abort(stub, f"a{index}")
+
+        for first in range(0, 1000, 50):
+            await asyncio.gather(*map(one, range(first, first + 50)))
 
     with_servers(scenario)
 
@@ -110,6 +123,45 @@ def test_a_signal_lets_a_running_request_finish() -> None:
         await until(lambda: engine.state == "dead")
 
     asyncio.run(run())
+
+
+def test_a_signal_under_load_ends_every_stream_within_the_limit() -> None:
+    """More run and wait than can be finished in time: each stream has a last output, and the server returns."""
+
+    async def run() -> None:
+        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=128, max_num_seqs=8), max_position=256))
+        served = asyncio.create_task(serve(server_config(grpc_port=None, drain_timeout_s=0.5), engine))
+        await until(lambda: engine.state == "ready")
+
+        async def stream(index: int) -> list[RequestOutput]:
+            params = SamplingParams(max_tokens=(20, 250)[index % 2], ignore_eos=True)
+            return [output async for output in engine.generate(engine.make_request([index], params))]
+
+        streams = [asyncio.create_task(stream(index)) for index in range(60)]
+        await until(lambda: engine.stats().num_generated_tokens > 50)
+        start_s = asyncio.get_running_loop().time()
+        os.kill(os.getpid(), signal.SIGTERM)
+        lasts = [(await task)[-1] for task in streams]
+        await served
+        assert asyncio.get_running_loop().time() - start_s < 5
+        assert {last.finish_reason for last in lasts} == {"length", "abort"}
+
+    asyncio.run(run())
+
+
+def test_a_session_goes_on_after_a_disconnect() -> None:
+    """What was computed before the client left is still there for its next turn."""
+
+    async def scenario(port: int, stub: pb_grpc.InferenceStub) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            body = {"prompt": "a long first turn of a conversation", "max_tokens": 200, "ignore_eos": True, "session_id": "s"}
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                async for _ in answer.aiter_bytes():
+                    break
+            answer = await client.post("/v1/completions", json=body | {"prompt": f"{body['prompt']} and a second", "max_tokens": 2})
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+
+    with_servers(scenario)
 
 
 def test_cached_tokens_are_reported_to_who_may_share_them() -> None:
