@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jaxserve.config import Config, SchedulerConfig, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.meter import Histogram, Meter
+from jaxserve.engine.schedule import Schedule
 from jaxserve.engine.sequence import Sequence
 from jaxserve.request import Request, SamplingParams
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
@@ -26,10 +28,16 @@ from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
 from jaxserve.serving.metrics import Responses
-from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_engine, fake_spec
+from tests.engine_host.fakes import FakeRunner, FakeStep, FakeTokenizer, fake_engine, fake_spec
 from tests.serving.servers import Raw, app_client, http_server, server_config, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+class SlowRunner(FakeRunner):
+    def dispatch(self, schedule: Schedule) -> FakeStep:
+        time.sleep(0.001)
+        return super().dispatch(schedule)
 
 
 def ended(reading: Reading, name: str = "jaxserve_requests_finished_total") -> dict[str, float]:
@@ -93,7 +101,7 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
 
 def test_every_request_counts_once_whatever_its_end() -> None:
     """Finished, aborted in every state, failed, refused by the engine and by the front end, over both APIs."""
-    runner = FakeRunner(num_pages=64, page_size=4, max_num_seqs=4)
+    runner = SlowRunner(num_pages=64, page_size=4, max_num_seqs=4)
     config = Config(
         scheduler=SchedulerConfig(max_num_seqs=4, max_tokens_per_step=16, max_queued_requests=6), server=ServerConfig(port=0, grpc_port=0)
     )  # fmt: skip
@@ -102,9 +110,11 @@ def test_every_request_counts_once_whatever_its_end() -> None:
         async def complete(**fields: object) -> int:
             return (await client.post("/v1/completions", json={"prompt": "some prompt", "ignore_eos": True, "max_tokens": 5, **fields})).status_code
 
-        async def leave(delay_s: float) -> None:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(complete(max_tokens=200), delay_s)
+        async def leave_when(num_requests: int) -> None:
+            leaving = asyncio.create_task(complete(max_tokens=200))
+            await until(lambda: engine.stats().num_requests >= num_requests)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
 
         assert [await complete() for _ in range(3)] == [200] * 3
         assert await complete(temperature=-1) == 400
@@ -114,7 +124,8 @@ def test_every_request_counts_once_whatever_its_end() -> None:
             await stub.Generate(pb.GenerateRequest(text="x", top_p=7)).read()
         statuses = await asyncio.gather(*(complete(max_tokens=30) for _ in range(24)))
         assert set(statuses) == {200, 503}
-        await asyncio.gather(*(leave(delay_s) for delay_s in (0.002, 0.004, 0.006, 0.01, 0.02)))
+        num_requests = engine.stats().num_requests
+        await asyncio.gather(*(leave_when(num_requests + 5) for _ in range(5)))
         await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
         runner.errors = [RuntimeError("the device failed")]
         assert await complete() == 500
