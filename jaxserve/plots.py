@@ -136,7 +136,8 @@ def bars(axes: Axes, labels: Sequence[str], series: Sequence[Series], *, title: 
     axes.grid(visible=False, axis="x")
     _finish(axes, title, "", y, "")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
-    axes.legend(loc="upper left", ncols=len(series))
+    if any(one.label for one in series):
+        axes.legend(loc="upper left", ncols=len(series))
 
 
 def stacked_bars(

@@ -23,6 +23,7 @@ from jaxserve.cli.output import emit
 from jaxserve.cli.plan import plan
 from jaxserve.cli.run import run
 from jaxserve.cli.show_config import show_config
+from jaxserve.cli.sweep import sweep
 from jaxserve.cli.top import top
 from jaxserve.cli.version import version
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
@@ -48,6 +49,7 @@ app.command("convert", rich_help_panel="Manage models and settings")(convert_mod
 app.command("compile", rich_help_panel="Manage models and settings")(compile_programs)
 app.command("config", rich_help_panel="Manage models and settings")(show_config)
 app.command("plan", rich_help_panel="Measure")(plan)
+app.command("sweep", rich_help_panel="Measure")(sweep)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 app.add_typer(kernels, name="kernels", rich_help_panel="Manage models and settings")
 app.command("top", rich_help_panel="Measure")(top)

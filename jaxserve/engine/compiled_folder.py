@@ -202,20 +202,21 @@ class CompiledFolder:
         if self._stand_in is not None:
             yield
             return
-        own: CacheInterface | None = None
+        owner: list[CacheInterface] = []  # jax's own cache, once that is known
 
         def get(key: str) -> bytes | None:
             found = self._find(key)
-            return _get_quietly(own, key) if found is None else found
+            return next((_quietly(own.get, key) for own in owner), None) if found is None else found
 
         def put(key: str, value: bytes) -> None:
-            if own is not None:
-                _quietly(lambda: own.put(key, value))
+            for own in owner:
+                _quietly(own.put, key, value)
 
         self._stand_in = _StandIn(get, put)
         raises = jax.config.jax_raise_persistent_cache_errors
         try:
             with _standing_in(self._stand_in) as own:
+                owner += [] if own is None else [own]
                 jax.config.update("jax_raise_persistent_cache_errors", True)  # a program that the runtime refuses is to say why
                 yield
         finally:
@@ -247,9 +248,9 @@ class CompiledFolder:
 
     def _find(self, key: str) -> bytes | None:
         """The program for jax's key; for the step that this thread compiles, the one that is offered."""
-        program = self._by_key.get(key) or getattr(self._thread, "offered", None)
+        program: Program | None = self._by_key.get(key) or getattr(self._thread, "offered", None)
         data = None if program is None else self._contents.get(program.name)
-        if data is not None:
+        if program is not None and data is not None:
             self._thread.taken = program
             self.used.add(program.name)
         return data
@@ -315,14 +316,10 @@ def _read_programs(path: Path, programs: Sequence[Program]) -> tuple[dict[str, b
     return contents, broken
 
 
-def _get_quietly(cache: CacheInterface | None, key: str) -> bytes | None:
-    return None if cache is None else _quietly(lambda: cache.get(key))
-
-
-def _quietly(call: Callable[[], Any]) -> Any:
+def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
     """The cache may fail; that costs a compile and nothing else."""
     try:
-        return call()
+        return call(*arguments)
     except Exception as error:
         logger.warning("the compilation cache cannot be used: %s", error)
         return None

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -25,6 +25,7 @@ COMPILED_KEYS = (
 )  # fmt: skip
 """Keys of the configuration that programs hang on."""
 
+_ENGINE_SECTIONS = ("platform", "model", "mesh", "sharding", "cache", "scheduler", "engine")
 _MAX_MANIFEST_BYTES = 16 * 2**20
 
 
@@ -155,17 +156,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def sections(config: Config) -> dict[str, Any]:
-    """A configuration as plain data, without the server's section, which compiles to nothing and holds secrets."""
+    """The engine's part of a configuration as plain data. What serves it compiles to nothing and holds secrets."""
     tree: dict[str, Any] = yaml.safe_load(to_yaml(config))
-    del tree["server"]
-    return tree
+    return {name: tree[name] for name in _ENGINE_SECTIONS}
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Sections of keys -> full key -> value."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {name: value}
+        flat |= {f"{name}.{key}": inner for key, inner in cast(Mapping[str, Any], value).items()} if isinstance(value, Mapping) else {name: value}
     return flat
 
 
@@ -187,6 +187,6 @@ def differences(manifest: Manifest, facts: Facts, config: Config, spec_sha256: s
 
 
 def _short(value: object) -> str:
-    text = " ".join(value) if isinstance(value, Sequence) and all(isinstance(item, str) for item in value) and not isinstance(value, str) else str(value)
+    text = " ".join(map(str, cast(Sequence[object], value))) if isinstance(value, list | tuple) else str(value)
     first = text.strip().splitlines()[0] if text.strip() else "none"
     return first if len(first) <= 60 else f"{first[:57]}..."
