@@ -231,10 +231,12 @@ class Engine:
         for sequence in shed:
             error = OverloadedError("the queue is full, and a request of higher priority took this one's place", retry_after_s=1.0)
             self._outputs.append(self._refuse(sequence, error, "shed"))
-        self._queue(request, self._admission.limit_max_tokens(max_tokens, load), max_tokens)
+        sequence = self._queue(request, self._admission.limit_max_tokens(max_tokens, load), max_tokens)
+        if (timeout_s := self._config.scheduler.queue_timeout_s) is not None:
+            self._queue_timeouts.add(sequence, request.arrival_s + timeout_s)
 
     def add(self, request: Request) -> None:
-        """Queues a request that came through ``make_request``, however many there are.
+        """Queues a request that came through ``make_request``, however many there are and however long it may wait.
 
         Raises:
             InvalidRequestError: Its id is in flight already.
@@ -259,7 +261,7 @@ class Engine:
         if request.request_id in self._generations:
             raise InvalidRequestError(f"request id {request.request_id!r} is in flight already", param="request_id")
 
-    def _queue(self, request: Request, max_tokens: int, wanted_max_tokens: int) -> None:
+    def _queue(self, request: Request, max_tokens: int, wanted_max_tokens: int) -> Sequence:
         prompt, params = request.prompt_token_ids, request.params
         detokenizer = self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
         processor = OutputProcessor(params, detokenizer, self._eos_token_ids, max_tokens)
@@ -269,13 +271,12 @@ class Engine:
         self._admission.enter(sequence, self._clock())
         degraded = max_tokens if max_tokens < wanted_max_tokens else None
         self._generations[request.request_id] = _Generation(sequence, processor, degraded)
-        if (timeout_s := self._config.scheduler.queue_timeout_s) is not None:
-            self._queue_timeouts.add(sequence, request.arrival_s + timeout_s)
         if (deadline_ms := request.options.deadline_ms) is not None:
             self._deadlines.add(sequence, request.arrival_s + deadline_ms / 1000)
         self._idle_until_s = 0.0
         self._num_requests += 1
         self._num_prompt_tokens += len(prompt)
+        return sequence
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request, whatever its state; its pages are free at once.
