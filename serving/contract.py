@@ -74,8 +74,8 @@ class ServedEngine(Protocol):
         """
         ...
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request within one step and frees its pages. False when no such request is in flight."""
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Ends a request, of a tenant if one is named, within one step and frees its pages. False when no such request is in flight."""
         ...
 
     def stats(self) -> EngineStats:

@@ -214,13 +214,18 @@ class AsyncEngine:
                 self._commands.put(functools.partial(_abort, request_id))
                 self._forget(request_id)
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
         """Asks for the end of a request; its stream gets a last output with reason "abort". Call it on the event loop.
 
+        Args:
+            request_id: Of the request.
+            tenant: Whose request it must be; ``None`` for anybody's.
+
         Returns:
-            Whether the request was in flight.
+            Whether such a request was in flight.
         """
-        if request_id not in self._streams:
+        stream = self._streams.get(request_id)
+        if stream is None or tenant not in (None, stream.request.options.tenant):
             return False
         self._commands.put(functools.partial(_abort, request_id))
         return True

@@ -89,7 +89,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a generation of either API by its id; its stream ends with finish_reason "abort".
+        """Ends a generation of either API by its id, one of the same tenant's; its stream ends with finish_reason "abort".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

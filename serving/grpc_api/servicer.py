@@ -79,7 +79,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             _check_message(request)
             if not request.request_id:
                 raise InvalidRequestError("request_id is required", param="request_id", code="missing_required_parameter")
-            return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id))
+            tenant = self._service.tenant_of(metadata_value(context.invocation_metadata(), "authorization").encode())
+            return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id, tenant))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         async with _answering(context, self._responses, "GetModelInfo"):

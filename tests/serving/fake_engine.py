@@ -143,7 +143,7 @@ class FakeAsyncEngine:
         ids = tuple(text.encode())
         return RequestOutput(request_id=request.request_id, token_ids=ids, text=text, finish_reason=reason, usage=usage, **{"stop_reason": None, **kw})
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
         self.aborted.append(request_id)
         if request_id in self.running:
             self.running[request_id].set()

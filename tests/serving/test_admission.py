@@ -124,3 +124,15 @@ def test_a_limit_under_load_is_visible_in_the_answer() -> None:
             assert {(answer["usage"]["completion_tokens"], answer["degraded"]["max_tokens"]) for answer in limited} == {(3, 3)}
 
     with_servers(SchedulerConfig(max_num_seqs=1, max_tokens_per_step=64, max_queued_requests=4, degrade_at=0.25, degraded_max_tokens=3), scenario)
+
+
+def test_nobody_aborts_anothers_request() -> None:
+    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        call = stub.Generate(pb.GenerateRequest(text="hi", max_tokens=200, request_id="mine"), metadata=(("authorization", "Bearer key-a"),))
+        await anext(aiter(call))
+        for key, aborted in (("key-b", False), ("key-a", True)):
+            answer = await stub.Abort(pb.AbortRequest(request_id="mine"), metadata=(("authorization", f"Bearer {key}"),))
+            assert answer.aborted == aborted
+        assert [response async for response in call][-1].finish_reason == "abort"
+
+    with_servers(SchedulerConfig(max_num_seqs=4, max_tokens_per_step=64), scenario)
