@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_HOST_STATUS = 1
+CPU_COLLECTIVES_SINCE = (0, 11)
+"""The version of jax from which several processes on CPUs are let run; they hang with 0.10.2, and ran with 0.12.0."""
 SECOND_SIGNAL_STATUS = 130
 _LAST_WORDS_S = 1.0
 """For clients to be told, and for the other processes to end, before this one does."""
@@ -117,11 +119,16 @@ def join(config: Config, hosts: Sequence[str], index: int, before_end: Callable[
         before_end: Told why, from another thread, a second before this process is ended so.
 
     Raises:
-        ConfigError: A port cannot be listened on, or the processes are not alike.
+        ConfigError: A port cannot be listened on, the processes are not alike, or this jax cannot run several on CPUs.
         HostLostError: Not all came.
     """
     if len(hosts) < 2:
         return Processes()
+    if (jax.config.jax_platforms or "").startswith("cpu") and jax.__version_info__ < CPU_COLLECTIVES_SINCE:
+        since = ".".join(map(str, CPU_COLLECTIVES_SINCE))
+        raise ConfigError(
+            f"distributed.hosts names {len(hosts)} hosts, and jax is {jax.__version__}; on CPUs it must be {since} or newer: collectives hang before"
+        )
 
     def end(reason: str) -> None:
         logger.critical("%s. The engine cannot go on without it", reason)

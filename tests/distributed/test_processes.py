@@ -14,10 +14,10 @@ import httpx
 import jax
 import pytest
 
-from jaxserve.config import load_config
+from jaxserve.config import Config, load_config
 from jaxserve.engine.build import build_runner
 from jaxserve.engine.memory import Memory
-from jaxserve.engine.processes import Processes
+from jaxserve.engine.processes import CPU_COLLECTIVES_SINCE, Processes, join
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
@@ -25,9 +25,7 @@ from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from tests.distributed.cluster import LIMIT_S, SETTINGS, Cluster, Host, until, write_model
 
-needs_collectives = pytest.mark.skipif(
-    tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11), reason="the CPU collectives of JAX 0.10 hang between processes; 0.11 is the first to try"
-)
+needs_collectives = pytest.mark.skipif(jax.__version_info__ < CPU_COLLECTIVES_SINCE, reason="the CPU collectives of JAX 0.10 hang between processes")
 LOST_LIMIT_S = 30.0
 """From the loss of a host to the end of the others."""
 
@@ -67,6 +65,7 @@ def test_two_processes_serve_the_tokens_of_one(model: Path, tmp_path: Path) -> N
     llm = LLM(str(model), config=load_config((), [*SETTINGS, "engine.warmup=false"]))
     params = [SamplingParams(**{key: value for key, value in body.items() if key != "prompt"}) for body in bodies()]
     expected = [llm.generate(str(body["prompt"]), one)[0].text for body, one in zip(bodies(), params, strict=True)]
+    assert all(len(set(text)) > len(text) / 4 for text in expected) and len(set(expected)) == len(expected), "a model that tells errors apart"
     with Cluster(tmp_path) as cluster:
         leader = cluster.start(0, model)
         stranger: list[socket.socket] = []
@@ -86,7 +85,7 @@ def test_two_processes_serve_the_tokens_of_one(model: Path, tmp_path: Path) -> N
         assert "ready: " not in follower.log, "a follower opens no port"
         num_pages = stats(cluster)["num_free_pages"]
 
-        assert [cluster.complete(body) for body in bodies()] == expected
+        assert cluster.complete(bodies()[0]) == expected[0]
         with ThreadPoolExecutor(2 * len(expected)) as clients:
             with stream_of(cluster) as leaving:
                 next(leaving.iter_lines())
@@ -168,13 +167,19 @@ def test_nobody_comes(model: Path, tmp_path: Path) -> None:
     ("processes", "words", "message"),
     [
         (Processes(0, 2), ("mesh.data=1", "mesh.model=4"), "the mesh data=1,model=4 leaves devices of the 2 hosts unused; it must take all 8"),
-        (Processes(0, 2), ("mesh.data=2", "mesh.model=4", "scheduler.preemption=swap", "cache.num_host_pages=4"), "on several hosts it must be"),
+        (Processes(0, 2), ("mesh.data=2", "mesh.model=4", "scheduler.preemption=swap"), "on several hosts it must be"),
         (Processes(), ("distributed.hosts=[a, b]",), "distributed.hosts names 2 hosts; only jaxserve run works on several"),
     ],
 )
 def test_what_several_processes_cannot_run(model: Path, processes: Processes, words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_runner(load_config((), [f"model.source={model}", *SETTINGS, *words]), processes)
+
+
+def test_an_old_jax_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(ConfigError, match=r"names 2 hosts, and jax is .*; on CPUs it must be 0\.11 or newer"):
+        join(Config(), ("a", "b"), 0, lambda reason: None)
 
 
 class FakeChannel:
