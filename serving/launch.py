@@ -50,10 +50,12 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
         ConfigError: A port is in use, or the host cannot be listened on; the message names the option. Or traces are wanted and cannot be made.
         Exception: What made the engine's start fail.
     """
-    observers = Observers(config, engine)
-    engine.on_end(observers)
     try:
-        with contextlib.closing(listen(config.server.host, config.server.port, key="server.port", flag="--port")) as http_socket:
+        with (
+            contextlib.closing(Observers(config, engine)) as observers,
+            contextlib.closing(listen(config.server.host, config.server.port, key="server.port", flag="--port")) as http_socket,
+        ):
+            engine.on_end(observers)
             responses = Responses()
             grpc_server = GrpcServer(engine, config, responses) if config.server.grpc_port is not None else None
             with _stop_on_signal() as stop:
@@ -61,7 +63,6 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
         still_starting = engine.state == "starting"
     finally:
         engine.close()
-        observers.close()
     on_end()
     if still_starting:
         logger.info("stopped before the engine was ready")

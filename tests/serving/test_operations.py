@@ -16,6 +16,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import grpc
+import grpc.aio
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -27,13 +29,15 @@ from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.schedule import Schedule
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.request import Request, RequestOptions, RequestOutput, RequestTimes, SamplingParams, Usage
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.launch import serve
 from jaxserve.serving.observers import Observers
 from jaxserve.serving.request_log import RequestLog
 from tests.engine.tiny import tiny_engine
 from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine
 from tests.serving.fake_engine import FakeAsyncEngine
-from tests.serving.servers import app_client, ask, server_config, until
+from tests.serving.servers import app_client, ask, grpc_server, server_config, until
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -190,6 +194,20 @@ def test_those_who_left_are_reported_too() -> None:
             assert reported == [("finished", "length"), ("left", "abort")]
         finally:
             engine.close()
+
+    asyncio.run(run())
+
+
+def test_the_caller_s_trace_is_handed_on_by_both_apis_if_it_is_well_formed() -> None:
+    async def run() -> None:
+        engine = FakeAsyncEngine()
+        right = f"00-{TRACE_ID}-{CALLER}-01"
+        async with app_client(engine) as client, grpc_server(engine) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            for value in (right, "00-xyz", ""):
+                await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}, headers={"traceparent": value})
+                call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="hi", max_tokens=1), metadata=(("traceparent", value),))
+                assert [response async for response in call]
+        assert [request.options.traceparent for request in engine.requests] == [right] * 2 + [None] * 4
 
     asyncio.run(run())
 
