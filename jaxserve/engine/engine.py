@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import operator
 import random
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import Config
-from jaxserve.dims import ceil_div
 from jaxserve.engine.admission import Admission, Load
+from jaxserve.engine.door import Door
 from jaxserve.engine.expiry import Expiry
 from jaxserve.engine.inspection import SchedulerView, inspect_scheduler
 from jaxserve.engine.meter import Measurements, Meter
@@ -31,7 +29,6 @@ from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.stats import EngineStats, RefusalReason
 from jaxserve.errors import (
     ConfigError,
-    ContextLengthError,
     DeadlineExceededError,
     EngineDeadError,
     InvalidRequestError,
@@ -125,6 +122,7 @@ class Engine:
         self._runner = runner
         self._config = config
         tenants = config.read_tenants()
+        self._door = Door(spec.vocab_size, self.max_model_len, num_pages=runner.num_pages, page_size=runner.page_size)
         self._scheduler = Scheduler(
             runner.num_pages,
             runner.page_size,
@@ -179,7 +177,7 @@ class Engine:
     def make_request(
         self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
-        """The door: checks everything about a request that can be known before it runs.
+        """Checks everything about a request that can be known before it runs; see :class:`Door`.
 
         Args:
             prompt_token_ids: The prompt.
@@ -191,15 +189,7 @@ class Engine:
             InvalidRequestError: Empty prompt, or ids, also to stop at, that are no integers in ``[0, V)``.
             ContextLengthError: More tokens than the model's context or the page pool can hold.
         """
-        try:
-            token_ids = [operator.index(token_id) for token_id in prompt_token_ids]
-        except TypeError as error:
-            raise InvalidRequestError(f"the prompt's token ids must be integers: {error}", param="prompt") from error
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
-        self._check_vocabulary(token_ids, "prompt")
-        self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
-        self._resolve_max_tokens(len(token_ids), params)
+        token_ids = self._door.check(prompt_token_ids, params)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
@@ -217,7 +207,7 @@ class Engine:
             OverloadedError: The queue is full, or too long for the request's deadline.
         """
         self._check_id(request)
-        max_tokens = self._resolve_max_tokens(len(request.prompt_token_ids), request.params)
+        max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.params)
         scheduler = self._scheduler
         load = Load(num_queued=scheduler.num_queued, num_queued_tokens=scheduler.num_queued_tokens, num_free_slots=scheduler.num_free_slots)
         try:
@@ -242,7 +232,7 @@ class Engine:
             InvalidRequestError: Its id is in flight already.
         """
         self._check_id(request)
-        max_tokens = self._resolve_max_tokens(len(request.prompt_token_ids), request.params)
+        max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.params)
         self._queue(request, max_tokens, max_tokens)
 
     def pause(self, request_id: str) -> None:
@@ -392,42 +382,6 @@ class Engine:
         tenant = options.tenant if cache.isolate_tenants else ""
         salt = "" if options.cache_salt is None else f"salt {options.cache_salt}"
         return make_namespace(model.source, model.revision or "", model.dtype, cache.dtype, tenant, salt)
-
-    def _check_vocabulary(self, token_ids: SequenceOf[int], param: str) -> None:
-        vocab_size = self.spec.vocab_size
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-            raise InvalidRequestError(f"token id {wrong} in {param} is out of range; the vocabulary is [0, {vocab_size})", param=param)
-
-    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens to generate: what was asked for, which must fit, or all that fit.
-
-        Raises:
-            ContextLengthError: They do not fit.
-        """
-        max_len = self.max_model_len
-        if num_prompt_tokens >= max_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {max_len} tokens. However, your prompt has {num_prompt_tokens} tokens; "
-                f"at most {max_len - 1} are allowed, to leave room for one more. Please reduce the length of the prompt.",
-                param="prompt",
-            )
-        num_tokens = num_prompt_tokens + (params.max_tokens or 1)
-        if num_tokens > max_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {max_len} tokens. However, you requested {num_tokens} tokens "
-                f"({num_prompt_tokens} in the prompt, {params.max_tokens} for the completion). Please reduce the length of the prompt or max_tokens.",
-                param="max_tokens",
-            )
-        pool, page_size = self._runner.num_pages, self._runner.page_size
-        if num_tokens > pool * page_size:
-            raise ContextLengthError(
-                f"This server's KV cache can hold at most {pool * page_size} tokens ({pool} pages of {page_size}). However, you requested {num_tokens} "
-                f"tokens ({num_prompt_tokens} in the prompt, {params.max_tokens or 'at least 1'} for the completion), which need "
-                f"{ceil_div(num_tokens, page_size)} pages. Please reduce the length of the prompt or max_tokens, or serve with a larger cache.num_pages.",
-                param="prompt" if params.max_tokens is None else "max_tokens",
-            )
-        return params.max_tokens or min(max_len, pool * page_size) - num_prompt_tokens
 
     def _process(self, sequence: Sequence) -> RequestOutput:
         """Makes the output for a sequence that has one more token, and ends it if that was the last."""
