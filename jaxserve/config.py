@@ -280,6 +280,16 @@ class Config:
                 f"scheduler.max_tokens_per_step is {limits.max_tokens_per_step}; must be at least scheduler.max_num_seqs ({limits.max_num_seqs}), "
                 f"so that every running sequence can take its token in each step"
             )
+        if limits.preferred_batch_size is not None and limits.policy != "dynamic":
+            raise ConfigError(
+                f"scheduler.preferred_batch_size is {limits.preferred_batch_size} and scheduler.policy is {limits.policy}; "
+                f"one must change: only dynamic batches have a preferred size"
+            )
+        if limits.degraded_max_tokens is not None and limits.max_queued_requests is None:
+            raise ConfigError(
+                f"scheduler.degraded_max_tokens is {limits.degraded_max_tokens} and scheduler.max_queued_requests is null; "
+                f"one must change: the limit applies from a share of that bound on (scheduler.degrade_at)"
+            )
         if limits.preemption == "swap" and self.cache.swap_gib == 0:
             raise ConfigError("scheduler.preemption is swap and cache.swap_gib is 0; one must change: there is no host memory to swap to")
         if self.server.port and self.server.port == self.server.grpc_port:
@@ -287,7 +297,8 @@ class Config:
         for key in _SECRETS:
             if any(text.rpartition("=")[2] == REDACTED for text in cast(tuple[str, ...], _lookup(self, key))):
                 raise ConfigError(f"{key} is {REDACTED!r}, which stands for keys that were not shown; must be the keys themselves")
-        self.read_tenants()
+        if self.read_tenants().has_weights and limits.order != "fair":
+            raise ConfigError(f"tenants.limits has a weight and scheduler.order is {limits.order}; one must change: weights count for order=fair alone")
 
     def read_tenants(self) -> Tenants:
         """Tenants, by the keys of both sections.

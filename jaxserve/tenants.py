@@ -44,6 +44,11 @@ class Tenants:
         return self.limits.get(tenant, self.default)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether any tenant weighs more or less than others."""
+        return any(limits.weight != self.default.weight for limits in self.limits.values())
+
+    @property
     def weights(self) -> dict[str, float]:
         """Of the tenants that have limits of their own."""
         return {name: limits.weight for name, limits in self.limits.items()}

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.sequence import Sequence
+from jaxserve.errors import ConfigError
 
 
 class Batching(Protocol):
@@ -70,7 +71,7 @@ class Batches:
     def open(self, *, num_waiting: int, num_running: int, num_slots: int, head: Sequence | None, now_s: float) -> None:
         if num_running or head is None:
             return
-        if num_waiting >= min(self._preferred_size, num_slots) or now_s >= self.wake_at_s(head):
+        if num_waiting >= self._preferred_size or now_s >= self.wake_at_s(head):
             self._num_left = min(num_waiting, num_slots)
 
     def admits(self, head: Sequence) -> bool:
@@ -87,8 +88,17 @@ class Batches:
         return math.inf if head is None else head.request.arrival_s + self._max_delay_s
 
 
-def make_batching(config: SchedulerConfig) -> Batching:
-    """What ``scheduler.policy`` names."""
+def make_batching(config: SchedulerConfig, num_slots: int) -> Batching:
+    """What ``scheduler.policy`` names.
+
+    Raises:
+        ConfigError: A preferred batch that is larger than all slots.
+    """
+    if config.preferred_batch_size is not None and config.preferred_batch_size > num_slots:
+        raise ConfigError(
+            f"scheduler.preferred_batch_size is {config.preferred_batch_size}; must be at most the number of sequence slots, {num_slots} "
+            f"(scheduler.max_num_seqs times the data ranks)"
+        )
     if config.policy == "static":
         return Batches(1, 0.0)
     if config.policy == "dynamic":

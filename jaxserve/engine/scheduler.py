@@ -137,9 +137,9 @@ class Scheduler:
         self._session_ttl_s = session_ttl_s
         self._waiting = make_queue(config.order, weights)
         self._key = make_key(config.order, ageing_s=config.ageing_s)
-        self._batching = make_batching(config)
-        self._charges = config.order == "fair"
         self._num_slots = num_ranks * config.max_num_seqs
+        self._batching = make_batching(config, self._num_slots)
+        self._charges = config.order == "fair"
         self._place = place
         self._paused: set[Sequence] = set()
         self._arrivals = itertools.count()

@@ -349,6 +349,22 @@ class TestReading:
         with pytest.raises(ConfigError, match="given twice"):
             Config(server=ServerConfig(api_keys=("k",)), tenants=TenantsConfig(keys=("a=k",)))
 
+    @pytest.mark.parametrize(
+        ("scheduler", "tenants", "message"),
+        [
+            ({"preferred_batch_size": 4}, {}, "scheduler.preferred_batch_size is 4 and scheduler.policy is continuous"),
+            ({"degraded_max_tokens": 4, "max_queued_requests": None}, {}, "scheduler.max_queued_requests is null"),
+            ({}, {"keys": ("a=k",), "limits": ("a.weight=2",)}, "tenants.limits has a weight and scheduler.order is fcfs"),
+        ],
+    )
+    def test_settings_that_contradict_each_other(self, scheduler: dict[str, Any], tenants: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            Config(scheduler=SchedulerConfig(**scheduler), tenants=TenantsConfig(**tenants))
+
+    def test_a_batch_larger_than_the_slots(self) -> None:
+        with pytest.raises(ConfigError, match="preferred_batch_size is 9; must be at most the number of sequence slots, 2"):
+            Bench(policy="dynamic", preferred_batch_size=9)
+
     def test_swapping_to_nowhere(self) -> None:
         swap = SchedulerConfig(max_num_seqs=2, preemption="swap")
         with pytest.raises(ConfigError, match="scheduler.preemption is swap and cache.swap_gib is 0"):
