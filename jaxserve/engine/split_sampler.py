@@ -33,7 +33,8 @@ def sample_split(logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: s
         return _best(*_gather(value_B[:, None], token_B[:, None] + first_id, axis))
 
     def drawn() -> Array:
-        values_BC, ids_BC = lax.top_k(logits_BV, min(NUM_CANDIDATES, part_size))
+        # Behind a barrier: where a slice of its result is in sight, XLA:TPU sorts the whole part instead (8 s of compiling, and it runs longer).
+        values_BC, ids_BC = lax.optimization_barrier(lax.top_k(logits_BV, min(NUM_CANDIDATES, part_size)))
         least = jnp.finfo(jnp.float32).min  # A part whose logits are all masked weighs nothing.
         sums_B = weigh(logits_BV, jnp.maximum(values_BC[:, 0], least), params).sum(-1)
         ids_BC = ids_BC.astype(jnp.int32) + first_id
@@ -77,28 +78,25 @@ def _filter(weights_BX: Array, total_B: Array, unsent_B: Array, params: Sampling
         params: Of each row.
         vocab_size: V.
     """
-    falling_BX = -jnp.sort(-weights_BX, axis=1)
+    one_chunk = weights_BX[:, None]
     is_top_k_B = params.top_k_B < vocab_size
-    at_B = jnp.minimum(params.top_k_B, weights_BX.shape[1]) - 1
-    top_k_B = jnp.where(is_top_k_B, jnp.take_along_axis(falling_BX, at_B[:, None], axis=1)[:, 0], 0.0)
+    top_k_B = threshold(one_chunk, params._replace(top_p_B=jnp.ones_like(total_B), min_p_B=jnp.zeros_like(total_B)), vocab_size)
+    kept_B = keep(one_chunk, top_k_B).sum((1, 2))
+    # The share of all weights is a share of the candidates' that is larger by as much as these are fewer.
+    top_p_B = jnp.where(params.top_p_B < 1.0, jnp.minimum(params.top_p_B * jnp.where(is_top_k_B, 1.0, total_B / kept_B), 1.0), 1.0)
+    threshold_B = threshold(one_chunk, params._replace(top_p_B=top_p_B), vocab_size)
     covers_top_k_B = is_top_k_B & (params.top_k_B <= weights_BX.shape[1]) & (top_k_B > unsent_B)
-    falling_BX = jnp.where(falling_BX >= top_k_B[:, None], falling_BX, 0.0)
-    running_BX = jnp.cumsum(falling_BX, axis=1)
-    meets_BX = running_BX >= (params.top_p_B * jnp.where(is_top_k_B, running_BX[:, -1], total_B))[:, None]
-    top_p_B = jnp.take_along_axis(falling_BX, jnp.argmax(meets_BX, axis=1)[:, None], axis=1)[:, 0]
-    top_p_B = jnp.where((params.top_p_B < 1.0) & meets_BX.any(1), top_p_B, 0.0)
-    threshold_B = jnp.maximum(jnp.maximum(top_k_B, top_p_B), params.min_p_B)
-    return jnp.where(weights_BX >= threshold_B[:, None], weights_BX, 0.0), covers_top_k_B | (~is_top_k_B & (threshold_B > unsent_B))
+    return keep(one_chunk, threshold_B)[:, 0], covers_top_k_B | (~is_top_k_B & (threshold_B > unsent_B))
 
 
 def _draw(weights_BX: Array, ids_BX: Array, uniform_B: Array) -> Array:
-    """A token by its share of the weights, in the order of the ids: the order in which the whole vocabulary is drawn from."""
-    order_BX = jnp.argsort(ids_BX, axis=1)
-    weights_BX, ids_BX = jnp.take_along_axis(weights_BX, order_BX, axis=1), jnp.take_along_axis(ids_BX, order_BX, axis=1)
-    running_BX = jnp.cumsum(weights_BX, axis=1)
-    hit_BX = (running_BX > (uniform_B * running_BX[:, -1])[:, None]) & (weights_BX > 0)
-    at_B = jnp.argmax(hit_BX, axis=1)
-    return jnp.take_along_axis(ids_BX, at_B[:, None], axis=1)[:, 0]
+    """A token by its share of the weights, in the order of the ids: the order in which the whole vocabulary is drawn from.
+
+    The running sums come from comparing all pairs: a sort of the candidates takes XLA:TPU seconds to compile.
+    """
+    running_BX = jnp.where(ids_BX[:, None, :] <= ids_BX[:, :, None], weights_BX[:, None, :], 0.0).sum(-1)
+    hit_BX = (running_BX > (uniform_B * weights_BX.sum(1))[:, None]) & (weights_BX > 0)
+    return jnp.where(hit_BX, ids_BX, jnp.iinfo(jnp.int32).max).min(1)
 
 
 def _draw_from_all(logits_BV: Array, largest_B: Array, params: SamplingArrays, axis: str) -> Array:

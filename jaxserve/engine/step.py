@@ -95,7 +95,9 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
 
     def choose_tokens(logits_BV: Array, batch: StepInput, carry: Carry) -> tuple[Carry, Array]:
         token_ids_B = sample(logits_BV, batch.sampling) if vocab_axis is None else sample_split(logits_BV, batch.sampling, vocab_axis)
-        return Carry(carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop")), token_ids_B
+        carry = Carry(carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop"))
+        # The leader of several processes sees its own devices only.
+        return carry, lax.all_gather(token_ids_B, DATA, tiled=True) if layout.is_multi_process else token_ids_B
 
     read_batches = layout.map_devices(read_batch, in_specs=(EACH_RANK, EACH_RANK), out_specs=EACH_RANK)
     attend_all = layout.map_devices(
@@ -104,7 +106,8 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
         out_specs=(per_head, EACH_DEVICE),
     )
     take_rows = layout.map_devices(lambda x_TD, index_B: x_TD[index_B], in_specs=(EACH_RANK, EACH_RANK), out_specs=EACH_RANK)
-    choose_all_tokens = layout.map_devices(choose_tokens, in_specs=(PartitionSpec(DATA, vocab_axis), EACH_RANK, EACH_RANK), out_specs=(EACH_RANK, EACH_RANK))
+    chosen_by = REPLICATED if layout.is_multi_process else EACH_RANK
+    choose_all_tokens = layout.map_devices(choose_tokens, in_specs=(PartitionSpec(DATA, vocab_axis), EACH_RANK, EACH_RANK), out_specs=(EACH_RANK, chosen_by))
 
     def step(params: Params, pool: KVPool, carry: Carry, packed_RX: Array) -> tuple[KVPool, Carry, Array]:
         batch, work, token_ids_T = read_batches(packed_RX, carry)
@@ -115,9 +118,8 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
         x_TD, pool = model.forward(params, token_ids_T, batch.ragged.positions_T, pool, attend)
         logits_BV = model.logits(params, take_rows(x_TD, batch.last_token_B))
         carry, token_ids_B = choose_all_tokens(logits_BV, batch, carry)
-        if layout.is_multi_process:  # The leader sees its own devices only.
-            token_ids_B = lax.with_sharding_constraint(token_ids_B, layout.sharding(REPLICATED))
-        return pool, carry, token_ids_B
+        # Said once more for XLA, which otherwise brings the tokens of all data ranks together.
+        return pool, carry, lax.with_sharding_constraint(token_ids_B, layout.sharding(chosen_by))
 
     return step
 
