@@ -162,7 +162,7 @@ def test_generate_prints_json_lines_in_order(jaxserve: Callable[..., Result], ll
         "token_ids": [3, 4, 5],
         "finish_reason": "stop",
         "stop_reason": None,
-        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 0, "total_tokens": 5},
     }
     assert lines[1]["prompt"] == "c\nd"
     assert (llm.made.config.model.source, llm.made.config.model.dtype) == ("tiny", "float32")
