@@ -15,6 +15,8 @@ from jaxserve.tenants import Tenants
 _MEMORY_S = 10.0
 """Over about this time the queue's speed is averaged."""
 _LEAST_RETRY_S = 1.0
+_COMPACT_AT = 256
+"""Fewer entries than this are not worth a search for those that have left the queue."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class Admission:
         self._config = config
         self._tenants = tenants
         self._accounts: dict[str, _Account] = {}
-        self._queued: list[tuple[int, int, Sequence]] = []  # a heap: lowest priority first, of these the last that came
+        self._queued: list[tuple[int, int, Sequence]] = []  # a heap: lowest priority first, of these the last that came; some have left the queue
+        self._compact_at = _COMPACT_AT
 
     def check(self, request: Request, max_tokens: int, load: Load, now_s: float) -> list[Sequence]:
         """Decides whether a request may join.
@@ -123,6 +126,10 @@ class Admission:
         account.num_requests += 1
         account.level -= sequence.num_prompt_tokens + sequence.max_tokens
         heapq.heappush(self._queued, (-sequence.request.options.priority, -sequence.order[1], sequence))
+        if len(self._queued) > self._compact_at:
+            self._queued = [entry for entry in self._queued if _is_queued(entry[2])]
+            heapq.heapify(self._queued)
+            self._compact_at = max(_COMPACT_AT, 2 * len(self._queued))
 
     def leave(self, sequence: Sequence, now_s: float) -> None:
         """Books the end of a sequence: what it was allowed and did not use goes back to its tenant."""
@@ -165,7 +172,7 @@ class Admission:
             tokens_over = load.num_queued_tokens + num_tokens - config.max_queued_tokens
         shed: list[tuple[int, int, Sequence]] = []
         while num_over > 0 or tokens_over > 0:
-            lowest = self._lowest(load)
+            lowest = self._lowest()
             if lowest is None or lowest.request.options.priority <= request.options.priority:
                 for entry in shed:
                     heapq.heappush(self._queued, entry)
@@ -179,11 +186,8 @@ class Admission:
             tokens_over -= lowest.num_prompt_tokens
         return [sequence for _, _, sequence in shed]
 
-    def _lowest(self, load: Load) -> Sequence | None:
+    def _lowest(self) -> Sequence | None:
         """The queued sequence of the lowest priority."""
-        if len(self._queued) > 2 * load.num_queued + 64:
-            self._queued = [entry for entry in self._queued if _is_queued(entry[2])]
-            heapq.heapify(self._queued)
         while self._queued and not _is_queued(self._queued[0][2]):
             heapq.heappop(self._queued)
         return self._queued[0][2] if self._queued else None

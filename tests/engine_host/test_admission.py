@@ -384,6 +384,17 @@ def test_options_out_of_range(field: str, value: Any) -> None:
     assert caught.value.param == field
 
 
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    bench = Bench(queue_timeout_s=1000.0)
+    for i in range(2000):
+        bench.submit(f"r{i}", max_tokens=1, deadline_ms=1_000_000)
+        bench.engine.step()
+    engine = bench.engine
+    kept = {"queued": engine._admission._queued, "timeouts": engine._queue_timeouts._heap, "deadlines": engine._deadlines._heap}
+    assert all(len(entries) <= 257 for entries in kept.values()), {name: len(entries) for name, entries in kept.items()}
+    assert not engine._generations and not engine.has_work
+
+
 def test_accounts_come_back_to_zero() -> None:
     bench = Bench(tenants=TenantsConfig(max_requests=3, tokens_per_minute=10_000), max_queued_requests=4)
     for i in range(60):
