@@ -61,8 +61,9 @@ class StepReport:
         mesh: As users write it.
         dtype: Of the weights.
         kv_dtype: Of keys and values.
-        results: One for each shape, at least one.
+        results: One for each shape.
         surroundings: Machine and program.
+        interrupted: Ctrl-C came before the last shape.
     """
 
     model: str
@@ -72,6 +73,7 @@ class StepReport:
     ceilings: Ceilings
     results: Sequence[StepResult]
     surroundings: Surroundings
+    interrupted: bool = False
 
 
 def to_json(report: StepReport) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def to_json(report: StepReport) -> dict[str, Any]:
         "kv_dtype": report.kv_dtype,
         "ceilings": dataclasses.asdict(report.ceilings),
         "steps": [_step(result) for result in report.results],
+        "interrupted": report.interrupted,
         **report.surroundings.to_json(),
     }
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxserve.bench.ceilings import measure_ceilings
 from jaxserve.bench.step_report import StepReport, StepResult
-from jaxserve.bench.steps import StepBench, StepShape, check_shapes, step_work
+from jaxserve.bench.steps import StepBench, StepShape, StepTimes, check_shapes, step_work
 from jaxserve.bench.surroundings import Watch, surroundings
 from jaxserve.config import Config
 from jaxserve.engine.build import build_engine
@@ -22,7 +22,7 @@ from jaxserve.plan.roofline import Split
 
 
 def measure_steps(config: Config, shapes: Sequence[StepShape], *, context: int, repeats: int, progress: Progress | None = None) -> StepReport:
-    """Measures steps of the engine of a configuration. ``platform.choose_platform`` comes before.
+    """Measures steps of the engine of a configuration. ``platform.choose_platform`` comes before. Ctrl-C ends it early; the report says so.
 
     Args:
         config: What to build.
@@ -44,7 +44,13 @@ def measure_steps(config: Config, shapes: Sequence[StepShape], *, context: int, 
     ceilings = measure_ceilings(config.model.dtype)  # before the pool takes the memory
     engine = build_engine(config, progress=progress)
     bench = StepBench(engine, repeats=repeats, context=context)
-    measured = [bench.measure(shape) for shape in shapes]
+    measured: list[StepTimes] = []
+    interrupted = False
+    try:
+        for shape in shapes:
+            measured.append(bench.measure(shape))  # noqa: PERF401 - Ctrl-C keeps what there is
+    except KeyboardInterrupt:
+        interrupted = True
     kv_dtype = choose_execution(config, platform).kv_dtype
     weight_bytes = jnp.dtype(config.model.dtype).itemsize
     split = Split(spec=engine.spec, mesh=mesh, rules=config.sharding, weight_bytes=weight_bytes, kv_bytes=kv_dtype.itemsize)
@@ -56,4 +62,5 @@ def measure_steps(config: Config, shapes: Sequence[StepShape], *, context: int, 
         ceilings=ceilings,
         results=[StepResult(times=times, work=step_work(split, times), ceilings=ceilings) for times in measured],
         surroundings=surroundings(watch),
+        interrupted=interrupted,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,11 +96,9 @@ def latency(
     sizes = whole_numbers(batch, "--batch")
     usual = SchedulerConfig()
     slots = max(*sizes, usual.max_num_seqs)
-    defaults = {
-        "engine.warmup": False,  # each batch runs once before it counts
-        "scheduler.max_num_seqs": slots,
-        "scheduler.max_tokens_per_step": max(slots, usual.max_tokens_per_step),
-    }
+    defaults: dict[str, Any] = {"engine.warmup": False}  # each batch runs once before it counts
+    if compiled is None:  # those programs have their own limits
+        defaults |= {"scheduler.max_num_seqs": slots, "scheduler.max_tokens_per_step": max(slots, usual.max_tokens_per_step)}
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
     choose_platform(resolved.platform)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,12 +54,10 @@ def step(
     usual = SchedulerConfig()
     sequences = max([*batches, *(decodes + 1 for decodes, _ in both), usual.max_num_seqs])
     tokens = max([*prompts, *map(sum, both), sequences, usual.max_tokens_per_step])
-    defaults = {
-        "engine.warmup": False,  # only what is measured is compiled
-        "engine.check_integrity": False,  # a server is hardly ever idle, the end of each prefill is
-        "scheduler.max_num_seqs": sequences,
-        "scheduler.max_tokens_per_step": tokens,
-    }
+    # Only what is measured is compiled. A server is hardly ever idle, which is when the books are checked, but the end of each prefill is.
+    defaults: dict[str, Any] = {"engine.warmup": False, "engine.check_integrity": False}
+    if compiled is None:  # those programs have their own limits
+        defaults |= {"scheduler.max_num_seqs": sequences, "scheduler.max_tokens_per_step": tokens}
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
     choose_platform(resolved.platform)
 
@@ -71,9 +69,12 @@ def step(
 
     with progress_bars() as progress:
         found = measure_steps(resolved, list(shapes_of(batches, prompts, both)), context=context, repeats=repeats, progress=progress)
-    step_report.print_report(found, Console())
+    if found.results:
+        step_report.print_report(found, Console())
     if json_file is not None:
         report.write_json(json_file, step_report.to_json(found))
+    if found.interrupted:
+        raise typer.Exit(bench_options.INTERRUPTED_STATUS)
 
 
 def _pairs(text: str | None) -> list[tuple[int, int]]:
