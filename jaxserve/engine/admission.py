@@ -104,7 +104,8 @@ class Admission:
         """
         self._check_tenant(request, max_tokens, now_s)
         num_tokens = len(request.prompt_token_ids)
-        wait_s = self.speed.time_for_s(load.num_queued_tokens + num_tokens)
+        num_ahead = load.num_queued_tokens if self._config.order == "fcfs" else 0  # in other orders it may pass them all
+        wait_s = self.speed.time_for_s(num_ahead + num_tokens)
         deadline_ms = request.options.deadline_ms
         if deadline_ms is not None and load.num_queued >= load.num_free_slots and wait_s * 1000 > deadline_ms:
             raise OverloadedError(

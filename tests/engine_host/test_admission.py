@@ -195,6 +195,16 @@ class TestTime:
             bench.submit("hasty", deadline_ms=5_000)
         bench.submit("patient", deadline_ms=60_000)
 
+    def test_a_deadline_is_not_judged_by_a_queue_that_the_request_passes(self) -> None:
+        bench = Bench(max_tokens_per_step=4, order="priority")
+        for i in range(20):
+            bench.submit(f"r{i}", max_tokens=1)
+        for _ in range(5):
+            bench.step()
+        bench.submit("urgent", deadline_ms=5_000, priority=-10, max_tokens=1)
+        bench.finish()
+        assert bench.ended()["urgent"] == "length"
+
     def test_an_engine_with_nothing_to_run_knows_when_to_look_again(self) -> None:
         bench = Bench(policy="dynamic", preferred_batch_size=2, max_batch_delay_s=3.0)
         bench.submit("a")
