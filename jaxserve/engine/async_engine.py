@@ -206,7 +206,7 @@ class AsyncEngine:
                 output = await stream.next_output()
                 if stream.is_paused:
                     stream.is_paused = False
-                    self._commands.put(functools.partial(_resume, request_id))
+                    self._commands.put(functools.partial(self._set_paused, stream, False))
                 finished = output.finish_reason is not None
                 yield output
         finally:
@@ -322,7 +322,7 @@ class AsyncEngine:
                 self._forget(output.request_id)
             elif stream.outputs.qsize() >= self._reader_buffer and not stream.is_paused:
                 stream.is_paused = True
-                self._commands.put(functools.partial(_pause, output.request_id))
+                self._commands.put(functools.partial(self._set_paused, stream, True))
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         self._deliver([(stream, stream.last_output(reason, error)) for stream in self._streams.values()])
@@ -359,7 +359,7 @@ class AsyncEngine:
             self._on_loop(self._end_all, "abort", None)
 
     def _serve(self, engine: Engine, collections: FullCollections) -> None:
-        while not self._closing:
+        while not (self._closing or self._dead):
             commands = self._wait(engine, collections)
             while not self._commands.empty():
                 commands.append(self._commands.get())
@@ -412,6 +412,11 @@ class AsyncEngine:
             return stream.last_output("error", f"{type(error).__name__}: {error}")
         return None
 
+    def _set_paused(self, stream: _Stream, is_paused: bool, engine: Engine) -> None:
+        request_id = stream.request.request_id
+        if self._routes.get(request_id) is stream:  # else it has ended, and the id may be another's
+            (engine.pause if is_paused else engine.resume)(request_id)
+
     def _on_loop(self, callback: Callable[..., None], *args: object) -> None:
         if self._loop is None:  # no stream has ever been opened
             return
@@ -423,14 +428,6 @@ class AsyncEngine:
 
 def _wake(_: Engine) -> None:
     """Does nothing, but ends the engine's sleep."""
-
-
-def _pause(request_id: str, engine: Engine) -> None:
-    engine.pause(request_id)
-
-
-def _resume(request_id: str, engine: Engine) -> None:
-    engine.resume(request_id)
 
 
 def _inspect(view: Future[SchedulerView], engine: Engine) -> None:
