@@ -20,8 +20,9 @@ def startup(
     compiled: CompiledOption = None,
     debug: Debug = False,
 ) -> None:
-    """Start the engine again and again, each time in a process of its own, and report how long each phase takes: cold, without a compiled program on disk,
-    and warm. Exits with 130 after Ctrl-C, which reports what there was.
+    """Start the engine again and again, each time in a process of its own, and report how long each phase takes, cold and warm.
+
+    Cold finds no compiled program on disk, warm those of the start before. Exits with 130 after Ctrl-C, which reports what there was.
 
     Examples:
 
