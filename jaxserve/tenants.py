@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxserve.errors import ConfigError
+
+_KINDS: Mapping[str, type[int] | type[float]] = {"max_requests": int, "tokens_per_minute": int, "weight": float}
+"""Fields of :class:`TenantLimits`."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -75,15 +79,15 @@ def read_tenants(api_keys: Iterable[str], keys: Iterable[str], limits: Iterable[
         if key in by_key:
             raise ConfigError(f"a key of the tenant {name!r} in tenants.keys is given twice, there or in server.api_keys; each must be one tenant's")
         by_key[key] = name
-    own: dict[str, dict[str, float | int]] = {}
+    own: dict[str, dict[str, Any]] = {}
     for text in limits:
         target, separator, value = text.partition("=")
         name, dot, field = target.partition(".")
         if name not in by_key.values() or not name:
             raise ConfigError(f"tenants.limits has {text!r}; {name!r} is no tenant of tenants.keys: {', '.join(sorted({*by_key.values()} - {''})) or 'none'}")
-        if not separator or not dot or field not in _READERS:
-            raise ConfigError(f"tenants.limits has {text!r}; must be NAME.FIELD=VALUE with a FIELD of {', '.join(_READERS)}")
-        own.setdefault(name, {})[field] = _READERS[field](text, value)
+        if not separator or not dot or field not in _KINDS:
+            raise ConfigError(f"tenants.limits has {text!r}; must be NAME.FIELD=VALUE with a FIELD of {', '.join(_KINDS)}")
+        own.setdefault(name, {})[field] = _positive(text, value, _KINDS[field])
     return Tenants(by_key=by_key, limits={name: dataclasses.replace(default, **fields) for name, fields in own.items()}, default=default)
 
 
@@ -95,10 +99,3 @@ def _positive(text: str, value: str, kind: type[int] | type[float]) -> int | flo
     if not 0 < number < 2**63:
         raise ConfigError(f"tenants.limits has {text!r}; {value!r} must be a {'whole ' if kind is int else ''}number above 0")
     return number
-
-
-_READERS = {
-    "max_requests": lambda text, value: _positive(text, value, int),
-    "tokens_per_minute": lambda text, value: _positive(text, value, int),
-    "weight": lambda text, value: _positive(text, value, float),
-}
