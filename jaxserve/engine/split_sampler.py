@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.engine.sampler import SamplingArrays, argmax, find, keep, split_into_chunks, threshold, uniform, weigh
+from jaxserve.kernels_pallas.target import current_target
 
 NUM_CANDIDATES = 64
 """Likeliest tokens that each part sends: all that top-k up to this can keep, and nearly always all that top-p keeps."""
@@ -33,8 +34,12 @@ def sample_split(logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: s
         return _best(*_gather(value_B[:, None], token_B[:, None] + first_id, axis))
 
     def drawn() -> Array:
-        # Behind a barrier: where a slice of its result is in sight, XLA:TPU sorts the whole part instead (8 s of compiling, and it runs longer).
-        values_BC, ids_BC = lax.optimization_barrier(lax.top_k(logits_BV, min(NUM_CANDIDATES, part_size)))
+        candidates = lax.top_k(logits_BV, min(NUM_CANDIDATES, part_size))
+        if current_target().platform == "tpu":
+            # Where a slice of the result is in sight, XLA:TPU sorts the whole part instead (8 s of compiling, and it runs longer). JAX 0.10's XLA:CPU
+            # crashes on such a barrier.
+            candidates = lax.optimization_barrier(candidates)
+        values_BC, ids_BC = candidates
         least = jnp.finfo(jnp.float32).min  # A part whose logits are all masked weighs nothing.
         sums_B = weigh(logits_BV, jnp.maximum(values_BC[:, 0], least), params).sum(-1)
         ids_BC = ids_BC.astype(jnp.int32) + first_id
