@@ -16,7 +16,10 @@ from tests.experiments.tiny_checkpoint import tiny_checkpoint
 from tests.loading.builders import tiny_config
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = ["scheduler.max_num_seqs=2", "scheduler.max_tokens_per_step=16", "engine.token_buckets=16", "engine.sequence_buckets=2", "cache.num_pages=16"]
+SETTINGS = [
+    "model.dtype=float32", "scheduler.max_num_seqs=2", "scheduler.max_tokens_per_step=16", "engine.token_buckets=16", "engine.sequence_buckets=2",
+    "cache.num_pages=16",
+]  # fmt: skip
 COUNTING = """
 import collections, json, jax, sys
 events = collections.Counter()
@@ -82,7 +85,7 @@ def test_programs_for_chips_that_are_not_here(tmp_path: Path, target: str, kind:
     out = tmp_path / "out"
     model = tmp_path / "config.json"  # bare, without weights
     model.write_text(json.dumps(tiny_config("llama", hidden_size=256, head_dim=64)))
-    made = run("compile", str(model), "--on", target, "--mesh", "data=2,model=1", "--out", str(out), *SETTINGS, "model.max_model_len=64")
+    made = run("compile", str(model), "--on", target, "--mesh", "data=2,model=1", "--out", str(out), *SETTINGS, "model.dtype=bfloat16")
     assert made.returncode == 0, made.stderr
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["target"], manifest["facts"]["device_kind"], manifest["facts"]["num_devices"]) == (target, kind, 2)

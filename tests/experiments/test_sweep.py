@@ -169,6 +169,7 @@ def test_the_command_on_a_real_model_killed_and_gone_on_with(tmp_path: Path) -> 
     file.write_text(f"""
 settings:
   model: {tiny_checkpoint(tmp_path / "tiny")}
+  model.dtype: float32
   devices: 4
   scheduler: {{max_num_seqs: 2, max_tokens_per_step: 16}}
   engine: {{token_buckets: [16], sequence_buckets: [2]}}
