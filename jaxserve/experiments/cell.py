@@ -65,11 +65,10 @@ def _plan(cell: Cell, row: dict[str, Any]) -> None:
         choose_platform(cell.config.platform)
     from jaxserve.experiments.prediction import plan_cell
 
-    metrics, times = plan_cell(cell)
+    metrics, times, record = plan_cell(cell)
     row["metrics"] |= metrics
     row["times"] |= times
-    row["record"]["target"] = str(cell.target)
-    row["record"]["planned_mesh"] = cell.mesh_on_target()._asdict()
+    row["record"] |= record
 
 
 def _run(cell: Cell, row: dict[str, Any]) -> None:

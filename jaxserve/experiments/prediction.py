@@ -17,11 +17,11 @@ GIB = 2**30
 _PLAN_KEYS = ("model.dtype", "mesh.replicate_kv_heads", "cache.page_size", "cache.dtype", "engine.attention", "engine.layers")
 
 
-def plan_cell(cell: Cell) -> tuple[Metrics, dict[str, float]]:
+def plan_cell(cell: Cell) -> tuple[Metrics, dict[str, float], dict[str, Any]]:
     """Compiles the cell's layout and predicts its steps.
 
     Returns:
-        Figures, the same in every run; and the seconds that compiling took.
+        Figures, the same in every run; the seconds that compiling took; and what else the cell's record holds.
 
     Raises:
         ConfigError: The model cannot be split so, or the target's compiler is not here.
@@ -38,7 +38,11 @@ def plan_cell(cell: Cell) -> tuple[Metrics, dict[str, float]]:
         raise ConfigError(plan.reason)
     if plan.status == "failed":
         raise CompileError(plan.reason)
-    return _figures(plan), {f"compile_{step}_s": one.compile_s for step, one in plan.steps.items()}
+    times = {f"compile_{step}_s": one.compile_s for step, one in plan.steps.items()}
+    return _figures(plan), times, {
+        "target": str(plan.target), "planned_mesh": plan.mesh._asdict(), "planned_attention": plan.attention,
+        "planned_programs_sha256": {step: one.program_sha256 for step, one in plan.steps.items()},
+    }  # fmt: skip
 
 
 def _words(cell: Cell) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import sys
@@ -92,6 +93,7 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
         "temp": memory.temp_size_in_bytes,
         "total": memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
         "traffic": dataclasses.asdict(measure_traffic(program, mesh._asdict())),
+        "program_sha256": hashlib.sha256(program.encode()).hexdigest(),
     }
 
 

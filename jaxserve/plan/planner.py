@@ -42,6 +42,7 @@ class StepPlan:
         total_bytes: Arguments, results and temporaries together.
         traffic: What the compiled program moves.
         predicted: Its time, predicted.
+        program_sha256: Of the compiled program's text.
     """
 
     compile_s: float
@@ -49,6 +50,7 @@ class StepPlan:
     total_bytes: int
     traffic: Traffic
     predicted: Prediction
+    program_sha256: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,7 +240,12 @@ def _join(question: Question, target: Target, split: Split, rows: Mapping[StepKi
         traffic = _traffic(row["traffic"])
         work = step_work(split, question.load, step, weight_copy_bytes=traffic.weight_copy_bytes, collectives=traffic.collectives)
         steps[step] = StepPlan(
-            compile_s=row["compile_s"], temp_bytes=row["temp"], total_bytes=row["total"], traffic=traffic, predicted=_predict(question, target, split, work)
+            compile_s=row["compile_s"],
+            temp_bytes=row["temp"],
+            total_bytes=row["total"],
+            traffic=traffic,
+            predicted=_predict(question, target, split, work),
+            program_sha256=row.get("program_sha256", ""),
         )
         usable = target.chip.usable_bytes
         if row["total"] > usable:

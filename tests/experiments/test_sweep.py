@@ -220,7 +220,10 @@ def test_two_runs_of_a_plan_give_the_same_but_for_times(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         (line,) = (tmp_path / name / "results.jsonl").read_text().splitlines()
-        results.append({key: value for key, value in json.loads(line).items() if key != "times"})
+        result = json.loads(line)
+        record = json.loads((tmp_path / name / "cells" / result["cell"] / "record.json").read_text())
+        results.append({key: value for key, value in result.items() if key != "times"} | {"programs": record["planned_programs_sha256"]})
     assert results[0] == results[1]
     assert results[0]["metrics"]["fits"] is True
+    assert results[0]["programs"].keys() == {"decode", "mixed"}
     assert results[0]["metrics"]["predicted_decode_step_ms"] > 0
