@@ -260,7 +260,9 @@ def _facts(result: Result) -> list[tuple[str, str]]:
         facts.append(("server", known))
     if metrics.cached_tokens is not None and metrics.input_tokens:
         facts.append(("cached", f"{metrics.cached_tokens / metrics.input_tokens:.1%} of prompt tokens"))
-    facts.append(("client", f"{metrics.client_cores:.2f} cores; prompts: {result.info.prompt_source}"))
+    if result.info.api != "engine":  # which has no client beside it
+        facts.append(("client", f"{metrics.client_cores:.2f} cores"))
+    facts.append(("prompts", result.info.prompt_source))
     return facts
 
 
