@@ -86,7 +86,7 @@ def run_offline(
         EngineDeadError: The engine cannot go on.
     """
     prompts = IdPrompts.within(engine.spec.vocab_size)
-    requests = [_make(engine, prompts, request) for request in planned]
+    requests = [make_request(engine, prompts, request) for request in planned]
     batch = _Batch(observer or Silent())
     began_s = clock()
     interrupted = None
@@ -158,12 +158,13 @@ class _Batch:
             stream.piece_times_s += [at_s] * len(output.token_ids)
             if output.finish_reason is not None:
                 del self._under_way[output.request_id]
-                record = _record(planned, sent_s, stream, output, at_s)
+                record = record_of(planned, sent_s, stream, output, at_s)
                 self.records.append(record)
                 self._observer.ended(record)
 
 
-def _record(planned: PlannedRequest, sent_s: float, stream: Stream, last: RequestOutput, end_s: float) -> Record:
+def record_of(planned: PlannedRequest, sent_s: float, stream: Stream, last: RequestOutput, end_s: float) -> Record:
+    """What is kept of a request that has ended."""
     outcome: Outcome = "success" if last.error is None else "error"
     return Record(
         request=planned,
@@ -180,7 +181,12 @@ def _record(planned: PlannedRequest, sent_s: float, stream: Stream, last: Reques
     )
 
 
-def _make(engine: Engine, prompts: IdPrompts, planned: PlannedRequest) -> Request:
+def make_request(engine: Engine, prompts: IdPrompts, planned: PlannedRequest) -> Request:
+    """A planned request as the engine takes it: greedy, and of exactly its planned length.
+
+    Raises:
+        InvalidRequestError: It is longer than the engine can ever hold.
+    """
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=planned.output_len)
     tenant = "" if planned.tenant is None else f"tenant-{planned.tenant}"
     return engine.make_request(prompts.prompt(planned.segments), params, options=RequestOptions(tenant=tenant, priority=planned.priority or 0))

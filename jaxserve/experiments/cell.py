@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from jaxserve.bench.report import environment
 from jaxserve.errors import JaxserveError
 from jaxserve.experiments import provenance
 from jaxserve.experiments.file import Cell, read_experiment
@@ -49,7 +50,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     Raises:
         JaxserveError: The cell cannot be run.
     """
-    row: dict[str, Any] = {"metrics": {}, "times": {}, "record": {"versions": provenance.versions(), "machine": provenance.machine()}}
+    row: dict[str, Any] = {"metrics": {}, "times": {}, "record": {"versions": provenance.versions(), "machine": environment()}}
     if cell.mode != "live":
         _plan(cell, row)
     if cell.mode != "plan":

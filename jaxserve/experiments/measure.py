@@ -6,25 +6,27 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from jaxserve.bench.load import Record, Run
 from jaxserve.bench.metrics import Spread, measure, spread
+from jaxserve.bench.offline import make_request, record_of
 from jaxserve.bench.plan import PlannedRequest, plan, read_sources
 from jaxserve.bench.prompts import IdPrompts
+from jaxserve.bench.surroundings import Watch
+from jaxserve.bench.target import Stream
 from jaxserve.bench.workload import Workload
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineError
-from jaxserve.request import SamplingParams
 
 Metrics = dict[str, float | int | str | bool | None]
 
 
-@dataclasses.dataclass(slots=True)
-class _Running:
+class _Running(NamedTuple):
     request: PlannedRequest
     session: Iterator[PlannedRequest]
     sent_s: float
-    piece_times_s: list[float] = dataclasses.field(default_factory=list[float])
+    stream: Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +57,9 @@ def measure_workload(engine: Engine, workload: Workload, *, repeats: int = 1) ->
         EngineError: A request failed.
     """
     run_workload(engine, dataclasses.replace(workload, num_requests=1, concurrency=1, turns=1, seed=workload.seed + 1))
-    preemptions = engine.stats().num_preemptions
+    preemptions, watch = engine.stats().num_preemptions, Watch()
     runs = [run_workload(engine, workload) for _ in range(repeats)]
+    others = watch.others()
     measured = {id(one): measure(one.run) for one in runs}
     runs.sort(key=lambda one: measured[id(one)].output_tokens_per_s)
     middle = runs[(len(runs) - 1) // 2]
@@ -77,6 +80,7 @@ def measure_workload(engine: Engine, workload: Workload, *, repeats: int = 1) ->
         "steps": len(middle.step_ms),
         "duration_s": round(figures.duration_s, 3),
         "preemptions": engine.stats().num_preemptions - preemptions,
+        "cores_others": None if others is None else round(others, 2),
     }
     if repeats > 1:
         metrics["output_tokens_per_s_spread"] = round((rates[-1] - rates[0]) / statistics.median(rates), 4)
@@ -96,7 +100,7 @@ def run_workload(engine: Engine, workload: Workload, clock: Callable[[], float] 
     records: list[Record] = []
     step_ms: list[float] = []
     decode_step_ms: list[float] = []
-    start, cpu_start = clock(), time.process_time()
+    start = clock()
 
     def send(session: Iterator[PlannedRequest] | None) -> None:
         """The session's next request; at its end, or without one, the next session's first."""
@@ -107,16 +111,15 @@ def run_workload(engine: Engine, workload: Workload, clock: Callable[[], float] 
             request = next(session, None)
             session = session if request is not None else None
         assert session is not None
-        params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
-        made = engine.make_request(prompts.prompt(request.segments), params)
-        running[made.request_id] = _Running(request, session, clock() - start)
+        made = make_request(engine, prompts, request)
+        running[made.request_id] = _Running(request, session, clock() - start, Stream())
         engine.add(made)
 
     try:
         for _ in range(workload.concurrency or 1):
             send(None)
         while running:
-            only_decodes = all(one.piece_times_s for one in running.values())
+            only_decodes = all(one.stream.piece_times_s for one in running.values())
             before = clock()
             outputs = engine.step()
             now = clock()
@@ -127,24 +130,16 @@ def run_workload(engine: Engine, workload: Workload, clock: Callable[[], float] 
                 one = running[output.request_id]
                 if output.error is not None:
                     raise EngineError(f"request {one.request.index} failed: {output.error}")
-                if output.token_ids:
-                    one.piece_times_s.append(now - start)
+                one.stream.piece_times_s += [now - start] * len(output.token_ids)
                 if output.finish_reason is not None:
                     del running[output.request_id]
-                    records.append(_record(one, now - start, output.finish_reason, output.usage.prompt_tokens, output.usage.completion_tokens))
+                    records.append(record_of(one.request, one.sent_s, one.stream, output, now - start))
                     send(one.session)
     finally:
         for request_id in list(running):
             engine.abort(request_id)
-    run = Run(records=tuple(sorted(records, key=lambda record: record.sent_s)), duration_s=clock() - start, cpu_s=time.process_time() - cpu_start)
+    run = Run(records=tuple(sorted(records, key=lambda record: record.sent_s)), duration_s=clock() - start, cpu_s=0.0)
     return Measured(run, step_ms, decode_step_ms)
-
-
-def _record(one: _Running, end_s: float, finish_reason: str, prompt_tokens: int, completion_tokens: int) -> Record:
-    return Record(
-        request=one.request, outcome="success", sent_s=one.sent_s, late_s=0.0, end_s=end_s, piece_times_s=tuple(one.piece_times_s),
-        finish_reason=finish_reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
-    )  # fmt: skip
 
 
 def _ends(name: str, of: Spread | None) -> Metrics:

@@ -8,7 +8,6 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxserve import __version__
 
@@ -35,11 +34,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def machine() -> dict[str, Any]:
-    """The host."""
-    return {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()}
 
 
 def flags() -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from jaxserve.bench.compare import NOISY_CORES
 from jaxserve.experiments.file import Experiment, label_of, show
 from jaxserve.experiments.results import SUMMARY, Result
 
@@ -72,6 +73,9 @@ def summary(experiment: Experiment, results: Sequence[Result], plots: Sequence[s
         parts += ["", "Every cell: " + ", ".join(f"`{key}={show(value)}`" for key, value in common.items())]
     if any(key.startswith("predicted_") for result in done for key in result.metrics):
         parts += ["", "Predicted figures are a roofline over data sheets (docs/plan.md), not measurements."]
+    busiest = max((result.metrics.get("cores_others") or 0.0 for result in done), default=0.0)
+    if busiest > NOISY_CORES:
+        parts += ["", f"Other processes used up to {busiest:.1f} cores meanwhile: measured figures measure them as well."]
     if done:
         parts += ["", table(done, experiment.axes)]
     both = [result for result in done if all(result.metrics.get(name) for name in _MEASURED_AND_PREDICTED)]
