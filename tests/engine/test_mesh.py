@@ -28,6 +28,7 @@ SPECS = {
     "8 KV heads": tiny_spec(num_heads=8, num_kv_heads=8, width=64, vocab_size=320),
     "2 KV heads": tiny_spec(num_heads=8, num_kv_heads=2, width=64, vocab_size=320, tied=False, qk_norm=True, qkv_bias=True, mlp_bias=True, o_bias=True),
 }
+NUM_PAGES = 8192
 KINDS = [{"temperature": 0.0}, {"seed": 1}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 2}, {"temperature": 2.0, "min_p": 0.1, "seed": 3}]
 
 
@@ -73,7 +74,7 @@ def compiled_decode(mesh: MeshShape, rules: ShardingConfig, *, dtype: str = "flo
     spec = SPECS["8 KV heads"]
     layout = make_layout(mesh, rules)
     model = build_model(spec, dtype=dtype, layers="scan", is_split=True)
-    shape = device_pool_shape(spec, layout, num_pages=512, page_size=8, dtype=jnp.dtype(dtype))
+    shape = device_pool_shape(spec, layout, num_pages=NUM_PAGES, page_size=8, dtype=jnp.dtype(dtype))
     attention, bucket = IMPLEMENTATIONS["xla"], Bucket(4, 4, 12, True)
     step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
     return lower_step(step, abstract_params(model, layout), abstract_pool(attention, shape, layout), abstract_carry(4, layout), bucket, layout), spec
@@ -97,10 +98,10 @@ def test_a_decode_step_reduces_twice_a_layer_and_gathers_no_weights(mesh: MeshSh
     others = [each for each in (*traffic.collectives, *traffic.sometimes) if each.kind != "all-reduce"]
     assert all(each.axis == "model" and each.bytes <= each.count * 4 * mesh.model * (2 * 64 + 1) * 4 for each in others), others
     memory = compiled.memory_analysis()
-    pool_bytes = 2 * spec.num_layers * 512 * 8 * (spec.num_kv_heads // mesh.model) * spec.head_dim * 4
+    pool_bytes = 2 * spec.num_layers * NUM_PAGES * 8 * (spec.num_kv_heads // mesh.model) * spec.head_dim * 4
     assert memory is not None
     assert memory.alias_size_in_bytes >= pool_bytes
-    assert memory.temp_size_in_bytes < max(0.1 * pool_bytes, 2**20)
+    assert memory.temp_size_in_bytes < 0.1 * pool_bytes
 
 
 def test_a_rule_that_splits_weights_over_data_shows_its_gathers() -> None:
