@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxserve.bench.report import environment
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.experiments import provenance
 from jaxserve.experiments.file import Cell, read_experiment
 from jaxserve.platform import choose_platform
@@ -64,12 +64,23 @@ def _plan(cell: Cell, row: dict[str, Any]) -> None:
         choose_platform("cpu")  # compilers need no chip, and must not look for one
     else:
         choose_platform(cell.config.platform)
+        _check_devices(cell)
     from jaxserve.experiments.prediction import plan_cell
 
     metrics, times, record = plan_cell(cell)
     row["metrics"] |= metrics
     row["times"] |= times
     row["record"] |= record
+
+
+def _check_devices(cell: Cell) -> None:
+    """A prediction stands beside a measurement only on the chips that it is for."""
+    assert cell.target is not None
+    import jax
+
+    here, chip = cast(Any, jax).devices()[0], cell.target.chip
+    if here.platform == "cpu" or chip.kind not in here.device_kind.lower():
+        raise ConfigError(f"mode is both and target {cell.target}, but the devices of this machine are {here.device_kind}; plan and run in cells of their own")
 
 
 def _run(cell: Cell, row: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.experiments.cell import run_cell
 from jaxserve.experiments.compare import compare
 from jaxserve.experiments.file import Cell, Experiment, read_experiment
 from jaxserve.experiments.results import Result, Results, held, read_results
@@ -158,6 +159,13 @@ def test_a_cell_that_dies_says_how(tmp_path: Path, experiment: Experiment) -> No
     (tmp_path / "pages.yaml").unlink()
     with pytest.raises(CellFailedError, match=r"ended with 1: .*No such file"):
         process_runner(tmp_path / "pages.yaml", 100)(experiment.cells[0], tmp_path)
+
+
+def test_a_prediction_stands_beside_no_other_chip(tmp_path: Path) -> None:
+    file = tmp_path / "both.yaml"
+    file.write_text("settings: {model: smollm2-135m, workload.concurrency: 1}\ncells: [{mode: both, target: 'v6e:1'}]")
+    with pytest.raises(ConfigError, match="the devices of this machine are cpu"):
+        run_cell(read_experiment(file).cells[0])
 
 
 def command(*words: str) -> list[str]:
