@@ -80,6 +80,14 @@ class FakeRunner:
         return FakeStep(self, schedule)
 
 
+class SlowRunner(FakeRunner):
+    """Takes 5 ms a step: time for a client to go away before its request is finished."""
+
+    def dispatch(self, schedule: Schedule) -> FakeStep:
+        time.sleep(0.005)
+        return super().dispatch(schedule)
+
+
 class FakeStep:
     def __init__(self, runner: FakeRunner, schedule: Schedule) -> None:
         self._runner = runner

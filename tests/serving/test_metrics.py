@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from jaxserve.config import Config, SchedulerConfig, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.meter import Histogram, Meter
-from jaxserve.engine.schedule import Schedule
 from jaxserve.engine.sequence import Sequence
 from jaxserve.request import Request, SamplingParams
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
@@ -28,16 +26,10 @@ from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
 from jaxserve.serving.metrics import Responses
-from tests.engine_host.fakes import FakeRunner, FakeStep, FakeTokenizer, fake_engine, fake_spec
+from tests.engine_host.fakes import FakeRunner, FakeTokenizer, SlowRunner, fake_engine, fake_spec
 from tests.serving.servers import Raw, app_client, http_server, server_config, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-
-class SlowRunner(FakeRunner):
-    def dispatch(self, schedule: Schedule) -> FakeStep:
-        time.sleep(0.001)
-        return super().dispatch(schedule)
 
 
 def ended(reading: Reading, name: str = "jaxserve_requests_finished_total") -> dict[str, float]:
@@ -148,7 +140,7 @@ def test_five_aborts_are_five_at_the_next_scrape() -> None:
     """Running and waiting ones, as soon as the engine knows that their clients have gone."""
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(FakeRunner(num_pages=64, page_size=4, max_num_seqs=2), max_position=256))
+        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=64, page_size=4, max_num_seqs=2), max_position=256))
         engine.start()
         await engine.wait_ready()
         try:

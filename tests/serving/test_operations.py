@@ -35,7 +35,7 @@ from jaxserve.serving.launch import serve
 from jaxserve.serving.observers import Observers
 from jaxserve.serving.request_log import RequestLog
 from tests.engine.tiny import tiny_engine
-from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine
+from tests.engine_host.fakes import FakeRunner, FakeStep, SlowRunner, fake_engine
 from tests.serving.fake_engine import FakeAsyncEngine
 from tests.serving.servers import app_client, ask, grpc_server, server_config, until
 
@@ -179,7 +179,7 @@ def test_those_who_left_are_reported_too() -> None:
     """Once each, whoever ended them: the client, the engine, or its door."""
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(FakeRunner(num_pages=64, page_size=4, max_num_seqs=2), max_position=256))
+        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=64, page_size=4, max_num_seqs=2), max_position=256))
         reported: list[tuple[str, str | None]] = []
         engine.on_end(lambda request, last: reported.append((request.request_id, last.finish_reason)))
         engine.start()
