@@ -137,12 +137,15 @@ class Runner(Protocol):
     """Bytes of one page on one device, all layers."""
     costs: RunnerCosts | None
     """Measured by ``warmup``; ``None`` if it has not been or nothing can be swapped."""
-    num_programs: int
-    """Programs compiled, or found compiled, since the start."""
     num_late_compiles: int
-    """Those of them that held up running requests although the runner had been warmed up."""
+    """Programs that held up running requests although the runner had been warmed up."""
     is_compiling: bool
     """Whether ``dispatch`` is compiling at this moment. Read from other threads."""
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled, or found compiled, since the start."""
+        ...
 
     def warmup(self) -> None:
         """Compiles every bucket. Afterwards ``dispatch`` compiles nothing."""
