@@ -96,7 +96,7 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
         name, whole = open_spec(config.model.source)
     spec = fit_model(whole, config, mesh)
     max_model_len = max_model_len_of(config, spec, name)
-    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
+    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
     memory = _memory_beside(model, layout, target)
     plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=memory)
     recorder = ProgramRecorder(folder)

@@ -54,6 +54,11 @@ class Layout:
         """Into how many parts a logical axis is split."""
         return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(logical_axis))
 
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether any parameter is split: on data ranks alone each has all of them."""
+        return any(self.num_parts(field.name) > 1 for field in dataclasses.fields(self.rules))
+
     def model_axis(self, logical_axis: str) -> str | None:
         """``MODEL`` where the work along a logical axis is split over several model ranks, else ``None``: every model rank does all of it."""
         return MODEL if self.shape.model > 1 and MODEL in self.mesh_axes(logical_axis) else None

@@ -83,7 +83,7 @@ def build_runner(config: Config, processes: Processes = ONE_PROCESS, *, progress
     spec = fit_model(checkpoint.spec, config, mesh_shape)
     folder = _open_compiled(config, layout, spec)
     max_model_len = max_model_len_of(config, spec, checkpoint.name)
-    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
+    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
     params = checkpoint.load_params(model, layout=layout, progress=progress)
     logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
 

@@ -73,7 +73,7 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
     spec = fit_model(open_spec(request.source)[1], config, mesh)
     layout = make_layout(mesh, config.sharding, devices)
     execution = choose_execution(config, platform)
-    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=not layout.is_single_device)
+    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
     rows, page_size = load.rows(mesh.data), config.cache.page_size
     table_width = ceil_div(load.context, page_size)
     buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode") for step in STEPS}

@@ -81,7 +81,7 @@ def tiny_engine(
     execution = choose_execution(config, "cpu")
     layout = make_layout(mesh, sharding)
     spec = fit_model(spec, config, mesh)
-    model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers, is_split=not layout.is_single_device)
+    model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers, is_split=layout.splits_parameters)
     width = table_width(spec.max_position, page_size)
     plan = plan_pool(
         spec, config.cache, attention=IMPLEMENTATIONS[attention], dtype=execution.kv_dtype,
