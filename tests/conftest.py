@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
     "torch": (lambda: _has_module("torch"), "needs torch (CPU builds: Python 3.11)"),
 }
 """Marker -> (is it met here, the reason of the skip when it is not)."""
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_it_was() -> Iterator[None]:
+    """A test that runs a command in this process sets logging up, for itself alone."""
+    loggers = [logging.getLogger(), logging.getLogger("jaxserve")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (level, propagate) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
