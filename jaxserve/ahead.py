@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jax
 
 from jaxserve.config import Config, load_config
-from jaxserve.engine.build import fit_model, max_model_len_of
+from jaxserve.engine.build import max_model_len_of
 from jaxserve.engine.compiled_folder import ProgramRecorder, live_facts
 from jaxserve.engine.execution import Execution, choose_execution
 from jaxserve.engine.kv_cache import PoolPlan
 from jaxserve.engine.memory import Memory, device_memory
 from jaxserve.engine.program_manifest import Manifest
-from jaxserve.engine.programs import lower_bucket, plan_programs
+from jaxserve.engine.programs import compile_all, lower_bucket, make_model, plan_programs
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.engine.step import abstract_params
 from jaxserve.errors import ConfigError, JaxserveError
@@ -30,7 +28,7 @@ from jaxserve.mesh import Layout, make_layout
 from jaxserve.mesh_shape import choose_mesh_shape
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.specs import open_spec
-from jaxserve.models.model import Model, build_model
+from jaxserve.models.model import Model
 from jaxserve.plan.compile_layout import compiler_words, device_bytes, topology_devices
 from jaxserve.plan.target import Target, parse_target
 
@@ -94,9 +92,8 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
         name, whole = checkpoint.name, checkpoint.spec
     else:
         name, whole = open_spec(config.model.source)
-    spec = fit_model(whole, config, mesh)
-    max_model_len = max_model_len_of(config, spec, name)
-    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
+    model = make_model(whole, config, execution, layout)
+    max_model_len = max_model_len_of(config, model.spec, name)
     memory = _memory_beside(model, layout, target)
     plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=memory)
     recorder = ProgramRecorder(folder)
@@ -108,23 +105,13 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
             )
             runner.warmup(progress)
         else:
-            params, all_buckets = abstract_params(model, layout), buckets.all()
-            progress(0, len(all_buckets))
-            with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as executor:
-                futures = [
-                    executor.submit(
-                        lambda bucket: recorder.compile(lower_bucket(model, params, plan, bucket, max_num_seqs=config.scheduler.max_num_seqs), bucket), bucket
-                    )
-                    for bucket in reversed(all_buckets)
-                ]
-                for done, future in enumerate(as_completed(futures), start=1):
-                    future.result()
-                    progress(done, len(all_buckets))
+            params, max_num_seqs = abstract_params(model, layout), config.scheduler.max_num_seqs
+            compile_all(buckets, lambda bucket: recorder.compile(lower_bucket(model, params, plan, bucket, max_num_seqs=max_num_seqs), bucket), progress)
     return recorder.finish(
         target="" if target is None else str(target),
         facts=live_facts(list(layout.mesh.devices.flat)),
         config=_pinned(config, execution, layout, plan, max_model_len),
-        spec=spec,
+        spec=model.spec,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -42,7 +43,7 @@ class Layout:
     def is_single_device(self) -> bool:
         return self.mesh.size == 1
 
-    @property
+    @functools.cached_property
     def is_multi_process(self) -> bool:
         return len({device.process_index for device in self.mesh.devices.flat}) > 1
 

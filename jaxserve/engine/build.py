@@ -17,7 +17,7 @@ from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import PoolPlan, num_host_pages
 from jaxserve.engine.memory import device_memory, release_unused
 from jaxserve.engine.processes import Processes
-from jaxserve.engine.programs import plan_programs
+from jaxserve.engine.programs import make_model, plan_programs
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Layout, make_layout
@@ -25,9 +25,8 @@ from jaxserve.mesh_shape import MeshShape, choose_mesh_shape
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.progress import Progress
-from jaxserve.models.model import Model, build_model
+from jaxserve.models.model import Model
 from jaxserve.models.params import Params
-from jaxserve.models.sharding import check_layout, fit_kv_heads
 from jaxserve.models.spec import ModelSpec
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -80,10 +79,10 @@ def build_runner(config: Config, processes: Processes = ONE_PROCESS, *, progress
     _check_processes(config, processes, mesh_shape)
 
     checkpoint = open_checkpoint(config.model, progress=progress)
-    spec = fit_model(checkpoint.spec, config, mesh_shape)
+    model = make_model(checkpoint.spec, config, execution, layout)
+    spec = model.spec
     folder = _open_compiled(config, layout, spec)
     max_model_len = max_model_len_of(config, spec, checkpoint.name)
-    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
     params = checkpoint.load_params(model, layout=layout, progress=progress)
     logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
 
@@ -116,19 +115,6 @@ def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkp
     name = config.server.served_model_name or checkpoint.name
     defaults = checkpoint.generation_defaults
     return Engine(runner, tokenizer, model.spec, config, model_name=name, model_revision=checkpoint.revision, sampling_defaults=defaults)
-
-
-def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
-    """The model as it is split over a mesh, its KV heads repeated where the configuration allows it.
-
-    Raises:
-        ConfigError: It cannot be split so.
-    """
-    fitted = fit_kv_heads(spec, mesh, config.sharding, replicate=config.mesh.replicate_kv_heads)
-    check_layout(fitted, mesh, config.sharding)
-    if fitted.kv_repeat > 1:
-        logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
-    return fitted
 
 
 def _check_processes(config: Config, processes: Processes, mesh: MeshShape) -> None:

@@ -1,8 +1,12 @@
-"""What an engine compiles: the sized pool, the buckets and each bucket's step, for devices at hand as for chips that are not here."""
+"""What an engine compiles: the model on its mesh, the sized pool, the buckets and their steps, for devices at hand as for chips that are not here."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -16,8 +20,13 @@ from jaxserve.engine.step import abstract_carry, attention_problem, lower_step, 
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, choose_implementation
 from jaxserve.mesh import Layout
-from jaxserve.models.model import Model
+from jaxserve.mesh_shape import MeshShape
+from jaxserve.models.model import Model, build_model
 from jaxserve.models.params import Params
+from jaxserve.models.sharding import check_layout, fit_kv_heads
+from jaxserve.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 
 def plan_programs(
@@ -57,6 +66,45 @@ def plan_programs(
     )
     _check_pool(plan, model, buckets)
     return plan, dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
+
+
+def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
+    """The model as it is split over a mesh, its KV heads repeated where the configuration allows it.
+
+    Raises:
+        ConfigError: It cannot be split so.
+    """
+    fitted = fit_kv_heads(spec, mesh, config.sharding, replicate=config.mesh.replicate_kv_heads)
+    check_layout(fitted, mesh, config.sharding)
+    if fitted.kv_repeat > 1:
+        logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
+    return fitted
+
+
+def make_model(spec: ModelSpec, config: Config, execution: Execution, layout: Layout) -> Model:
+    """The model of a checkpoint as it runs on a layout; see :func:`fit_model`."""
+    fitted = fit_model(spec, config, layout.shape)
+    return build_model(fitted, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
+
+
+def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progress: Callable[[int, int], None] | None = None) -> None:
+    """Compiles every bucket, several at a time; XLA compiles outside the interpreter lock.
+
+    Args:
+        buckets: The shapes.
+        compile_one: Compiles one and keeps it; called from several threads.
+        progress: Called with the number of buckets done and of all.
+    """
+    every = buckets.all()
+    if progress is not None:
+        progress(0, len(every))
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="compile") as executor:
+        # The largest first: they take longest, and nothing long is left for the end.
+        futures = [executor.submit(compile_one, bucket) for bucket in reversed(every)]
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()
+            if progress is not None:
+                progress(done, len(every))
 
 
 def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int) -> jax.stages.Lowered:

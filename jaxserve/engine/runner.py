@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, packed_prefill
 from jaxserve.engine.compiled_folder import CompileProgram, compile_program
 from jaxserve.engine.kv_cache import PoolPlan
 from jaxserve.engine.page_mover import PAGES_A_CALL, PageMover
-from jaxserve.engine.programs import lower_bucket
+from jaxserve.engine.programs import compile_all, lower_bucket
 from jaxserve.engine.schedule import PageMoves, RunnerCosts, Schedule
 from jaxserve.engine.step import abstract_carry
 from jaxserve.engine.step_channel import StepMessage
@@ -90,6 +88,7 @@ class DeviceRunner:
         self.is_compiling = False
         self.num_late_compiles = 0
         self.buckets = buckets
+        self._bucket_index = {bucket: index for index, bucket in enumerate(buckets.all())}
         self._model = model
         self.layout = pool_plan.layout
         self._params = params
@@ -108,34 +107,25 @@ class DeviceRunner:
         return len(self._compiled)
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every bucket, several at a time; XLA compiles outside the interpreter lock.
+        """Compiles every bucket, and measures what swapping costs.
 
         Args:
             progress: Called with the number of buckets done and of all.
         """
         started = time.monotonic()
-        buckets = self.buckets.all()
-        if progress is not None:
-            progress(0, len(buckets))
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="compile") as executor:
-            # The largest first: they take longest, and nothing long is left for the end.
-            futures = [executor.submit(self._compile, bucket) for bucket in reversed(buckets)]
-            for done, future in enumerate(as_completed(futures), start=1):
-                future.result()
-                if progress is not None:
-                    progress(done, len(buckets))
+        compile_all(self.buckets, self._compile, progress)
         self._mover.warmup()
         if self.num_host_pages:
             self.costs = self._measure_costs()
         self._warm = True
-        logger.info("compiled %d buckets in %.1f s", len(buckets), time.monotonic() - started)
+        logger.info("compiled %d buckets in %.1f s", self.num_programs, time.monotonic() - started)
 
     def dispatch(self, schedule: Schedule) -> DeviceStep:
         """Starts one step. If it fails, here or in ``fetch``, the pool's content is lost and a fresh one takes its place."""
         bucket, packed = self._builder.build(schedule)
         moves = [rank.moves for rank in schedule.ranks]
         if self._on_step is not None:
-            self._on_step(StepMessage(self.buckets.all().index(bucket), packed, moves))
+            self._on_step(StepMessage(self._bucket_index[bucket], packed, moves))
         token_ids_RB = self.execute(bucket, packed, moves)
         return DeviceStep(token_ids_RB, bucket, [len(rank.sequences) for rank in schedule.ranks], self._fail)
 
@@ -161,7 +151,7 @@ class DeviceRunner:
         try:
             if any(moves):
                 self._pool = self._mover.apply(self._pool, moves)
-            packed = self._pool_plan.layout.from_host(packed_RX, EACH_RANK)
+            packed = self.layout.from_host(packed_RX, EACH_RANK)
             self._pool, self._carry, token_ids_RB = compiled(self._params, self._pool, self._carry, packed)
         except Exception as error:
             self._fail(error)
@@ -209,13 +199,13 @@ class DeviceRunner:
         return RunnerCosts(token_s=fastest(prefill) / num_tokens, page_swap_s=fastest(swap) / (2 * len(pages)))
 
     def _fail(self, error: Exception) -> None:
-        if self._pool_plan.layout.is_multi_process:
+        if self.layout.is_multi_process:
             raise EngineDeadError(f"a step failed on one of several processes: {error}") from error
         self._reset()
 
     def _reset(self) -> None:
         self._pool: Any = None  # Before the new one is made: there may be no room for two.
         self._pool = self._pool_plan.allocate()
-        carry = abstract_carry(self.max_num_seqs, self._pool_plan.layout)
+        carry = abstract_carry(self.max_num_seqs, self.layout)
         shardings = jax.tree.map(lambda array: array.sharding, carry)
         self._carry = jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), carry), out_shardings=shardings)()

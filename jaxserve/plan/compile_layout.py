@@ -18,16 +18,15 @@ from jax.experimental import topologies
 from jaxserve.config import load_config
 from jaxserve.dims import ceil_div
 from jaxserve.engine.batch import Bucket
-from jaxserve.engine.build import fit_model
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import abstract_pool, device_pool_shape
+from jaxserve.engine.programs import make_model
 from jaxserve.engine.step import abstract_carry, abstract_params, attention_problem, lower_step, make_step
 from jaxserve.errors import JaxserveError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import choose_implementation
 from jaxserve.kernels_pallas.targets import gpu_config
 from jaxserve.mesh import make_layout
 from jaxserve.models.loading.specs import open_spec
-from jaxserve.models.model import build_model
 from jaxserve.plan.request import STEPS, LayoutRequest
 from jaxserve.plan.target import Target, parse_target
 from jaxserve.plan.traffic import measure_traffic
@@ -70,14 +69,13 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
         jax.errors.JaxRuntimeError: The compiler gives up; out of memory above all.
     """
     load, mesh, config = request.load, request.mesh, load_config(overrides=request.settings)
-    spec = fit_model(open_spec(request.source)[1], config, mesh)
     layout = make_layout(mesh, config.sharding, devices)
     execution = choose_execution(config, platform)
-    model = build_model(spec, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
+    model = make_model(open_spec(request.source)[1], config, execution, layout)
     rows, page_size = load.rows(mesh.data), config.cache.page_size
     table_width = ceil_div(load.context, page_size)
     buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode") for step in STEPS}
-    shape = device_pool_shape(spec, layout, num_pages=rows * table_width, page_size=page_size, dtype=execution.kv_dtype)
+    shape = device_pool_shape(model.spec, layout, num_pages=rows * table_width, page_size=page_size, dtype=execution.kv_dtype)
     attention = choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.values()))
     params, pool, carry = abstract_params(model, layout), abstract_pool(attention, shape, layout), abstract_carry(rows, layout)
     yield {"arrays": {"weights": device_bytes(params), "kv": device_bytes(pool)}, "attention": attention.name, "layers": execution.layers}

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jaxserve.config import Config
 from jaxserve.dims import ceil_div
-from jaxserve.engine.build import fit_model
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import ACCELERATOR_MEMORY_FRACTION
+from jaxserve.engine.programs import fit_model
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas import targets
 from jaxserve.kernels_pallas.child_process import rows_of

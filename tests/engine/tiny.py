@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
-
 from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig, ShardingConfig
 from jaxserve.engine.batch import make_buckets, table_width
-from jaxserve.engine.build import fit_model
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import plan_pool
 from jaxserve.engine.memory import Memory
+from jaxserve.engine.programs import make_model
 from jaxserve.engine.runner import DeviceRunner
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.models.model import build_model
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 from jaxserve.request import SamplingParams
 from tests.engine_host.fakes import FakeTokenizer
@@ -80,8 +77,8 @@ def tiny_engine(
     )
     execution = choose_execution(config, "cpu")
     layout = make_layout(mesh, sharding)
-    spec = fit_model(spec, config, mesh)
-    model = build_model(spec, dtype=jnp.dtype(dtype), layers=execution.layers, is_split=layout.splits_parameters)
+    model = make_model(spec, config, execution, layout)
+    spec = model.spec
     width = table_width(spec.max_position, page_size)
     plan = plan_pool(
         spec, config.cache, attention=IMPLEMENTATIONS[attention], dtype=execution.kv_dtype,

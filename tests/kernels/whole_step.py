@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +17,16 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import PoolShape, choose
 from jaxserve.kernels_pallas.targets import TPU_TOPOLOGIES
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.models.hf_config import spec_from_config
+from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import ModelSpec
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 BUCKETS = {"decode": Bucket(64, 64, 512, True), "mixed": Bucket(512, 64, 512, False)}
 
 
 def local_spec(name: str, ranks: int) -> ModelSpec:
     """The model with the shapes of one of ``ranks`` tensor-parallel ranks."""
-    spec = spec_from_config(json.loads((CONFIGS / f"{name}.json").read_text()))
+    spec = open_spec(name)[1]
     return dataclasses.replace(
         spec, num_heads=spec.num_heads // ranks, num_kv_heads=spec.num_kv_heads // ranks, mlp_width=spec.mlp_width // ranks, vocab_size=spec.vocab_size // ranks
     )  # fmt: skip
