@@ -85,13 +85,14 @@ def read_sources(workload: Workload) -> Sources:
     )
 
 
-def plan(workload: Workload, sources: Sources = Sources(), count_tokens: Callable[[str], int] = len) -> Iterator[list[PlannedRequest]]:
+def plan(workload: Workload, sources: Sources = Sources(), count_tokens: Callable[[str], int] = len, *, run: int = 0) -> Iterator[list[PlannedRequest]]:
     """The sessions of a workload in order of arrival, each a list of its requests in order. Endless for a closed loop that only time ends.
 
     Args:
         workload: What to plan.
         sources: What :func:`read_sources` gave for it.
         count_tokens: Tokens of a text, for lengths that come as texts.
+        run: Plans that differ in it alone have the same arrivals and lengths but other prompts: what a server has cached of one does not help it in another.
     """
     limit = request_limit(workload)
     times = _times(workload, sources)
@@ -103,7 +104,7 @@ def plan(workload: Workload, sources: Sources = Sources(), count_tokens: Callabl
         left = workload.turns if limit is None else min(workload.turns, limit - index)
         if left <= 0 or (times is not None and (arrival_s is None or (workload.duration_s is not None and arrival_s >= workload.duration_s))):
             return
-        requests = _session(workload, session, index, left, arrival_s, pairs, traits)
+        requests = _session(workload, f"{workload.seed}.{run}" if run else str(workload.seed), session, index, left, arrival_s, pairs, traits)
         index += len(requests)
         yield requests
 
@@ -155,16 +156,18 @@ def _pairs(workload: Workload, sources: Sources, count_tokens: Callable[[str], i
     return independent_pairs(parse_lengths(workload.input_len, "input_len"), parse_lengths(workload.output_len, "output_len"), rng)
 
 
-def _session(workload: Workload, session: int, first: int, count: int, arrival_s: float | None, pairs: LengthPairs, rng: random.Random) -> list[PlannedRequest]:
+def _session(
+    workload: Workload, key: str, session: int, first: int, count: int, arrival_s: float | None, pairs: LengthPairs, rng: random.Random
+) -> list[PlannedRequest]:
     tenant = rng.randrange(workload.tenants) if workload.tenants else None
     history: tuple[Segment, ...] = ()
     if workload.prefix_len:
-        history = (Segment(f"{workload.seed}/prefix/{rng.randrange(workload.num_prefixes)}", workload.prefix_len, "system"),)
+        history = (Segment(f"{key}/prefix/{rng.randrange(workload.num_prefixes)}", workload.prefix_len, "system"),)
     requests: list[PlannedRequest] = []
     for turn in range(count):
         input_len, output_len = next(pairs)
         index = first + turn
-        segments = (*history, Segment(f"{workload.seed}/prompt/{index}", input_len))
+        segments = (*history, Segment(f"{key}/prompt/{index}", input_len))
         cancelled = rng.random() < workload.cancel_share
         cancel_after_s = rng.random() * workload.cancel_after_s if cancelled else None
         requests.append(
@@ -181,5 +184,5 @@ def _session(workload: Workload, session: int, first: int, count: int, arrival_s
                 cancel_after_s=cancel_after_s,
             )
         )
-        history = (*segments, Segment(f"{workload.seed}/answer/{index}", output_len, "assistant"))
+        history = (*segments, Segment(f"{key}/answer/{index}", output_len, "assistant"))
     return requests

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from jaxserve.bench.http_client import HttpClient
@@ -109,12 +109,14 @@ class Session:
         info: For reports.
         read_metrics: Reads the server's own figures, ``None`` where it shows none.
         count_tokens: A local tokenizer's count of a text, where there is one: for lengths that come as texts, and to check what the server counts.
+        runs: Numbers the runs; each has other prompts, so that what the server has cached of one does not help it in the next.
     """
 
     target: Target
     info: ServerInfo
     read_metrics: Callable[[], Any]
     count_tokens: Callable[[str], int] | None
+    runs: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     async def run(
         self, workload: Workload, options: RunOptions, *, observer: Callable[[int | None], Observer] | None = None, stop: asyncio.Event | None = None
@@ -136,8 +138,10 @@ class Session:
         if broken:
             logger.warning("%d rows of the workload's files cannot be read and are left out", broken)
 
+        number = next(self.runs)
+
         def sessions(seed: int) -> Any:
-            return plan(dataclasses.replace(workload, seed=seed), sources, self.count_tokens or estimate_tokens)
+            return plan(dataclasses.replace(workload, seed=seed), sources, self.count_tokens or estimate_tokens, run=number)
 
         if options.num_warmup:
             first = (requests[:1] for requests in sessions(workload.seed + WARMUP_SEED_OFFSET))

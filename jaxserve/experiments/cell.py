@@ -94,7 +94,7 @@ def _run(cell: Cell, row: dict[str, Any]) -> None:
     started = time.perf_counter()
     engine = build_engine(cell.config)
     row["times"]["start_s"] = round(time.perf_counter() - started, 2)
-    row["metrics"] |= measure_workload(engine, cell.workload, repeats=cell.repeats)
+    row["metrics"] |= measure_workload(engine, cell.workload, slo=cell.slo, repeats=cell.repeats)
     row["metrics"]["num_pages"] = engine.stats().num_pages
     row["record"] |= _what_ran(engine)
     row["record"]["all_devices"] = [str(device) for device in cast(Any, jax).devices()]

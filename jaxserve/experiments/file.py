@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from jaxserve.bench.metrics import Slo, parse_slo
 from jaxserve.bench.workload import Workload, load_workload
 from jaxserve.config import Config, load_config
 from jaxserve.config_fields import coerce
@@ -26,8 +27,8 @@ _TOP_KEYS = ("title", "settings", "grid", "cells", "time_limit_s")
 _LOAD_KEYS: Mapping[str, int] = {"load.batch": 64, "load.context": 4096, "load.chunk": 2048}
 _MAX_CELLS = 10_000
 _DEFAULT_TIME_LIMIT_S = 1800.0
-_NOT_IN_PROCESS = ("trace", "think_s", "cancel_share", "tenants", "priorities", "duration_s")
-"""Fields of a workload that need a server, a clock or a client."""
+_NOT_IN_PROCESS = ("trace", "think_s", "cancel_share", "tenants", "priorities")
+"""Fields of a workload that need a server or a client."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,9 @@ class Cell:
         devices: Fake CPU devices to run on; ``None`` takes the machine's.
         target: What is planned for.
         load: What is planned with.
-        workload: What is run; a closed loop.
-        repeats: How often the workload runs; the run of median throughput counts.
+        workload: What is run.
+        slo: What a good request keeps.
+        repeats: How often the workload runs; the run of median goodput counts, or of median throughput without ``slo``.
         problem: Why it cannot be tried, where that is known beforehand.
     """
 
@@ -55,6 +57,7 @@ class Cell:
     target: Target | None = None
     load: Load | None = None
     workload: Workload | None = None
+    slo: Slo | None = None
     repeats: int = 1
     problem: str = ""
 
@@ -112,7 +115,8 @@ def read_experiment(file: Path) -> Experiment:
     """Reads an experiment file (docs/experiments.md).
 
     ``settings`` hold for every cell. ``grid`` gives lists whose combinations are the cells, the first key slowest; ``cells`` gives them one by one. Keys are
-    those of the configuration, and ``model``, ``mesh``, ``target``, ``mode``, ``devices``, ``repeats``, ``workload``, ``workload.FIELD``, ``load.FIELD``.
+    those of the configuration, and ``model``, ``mesh``, ``target``, ``mode``, ``devices``, ``repeats``, ``goodput``, ``workload``, ``workload.FIELD``,
+    ``load.FIELD``.
 
     Raises:
         ConfigError: No readable file, an unknown key, or not one cell that could be tried.
@@ -216,17 +220,18 @@ def _checked_cell(given: Mapping[str, Any], folder: Path) -> Cell:
         mesh = parse_mesh(own.pop("mesh"))
         settings["mesh"] = ",".join(f"{axis}={size}" for axis, size in mesh.items())
         values |= {f"mesh.{axis}": size for axis, size in mesh.items()}
-    target = load = workload = None
+    target = load = workload = slo = None
     if mode != "live":
         target, load = _target(own, settings, mode), Load(**{key.partition(".")[2]: take(key, int, default) for key, default in _LOAD_KEYS.items()})
         if min(dataclasses.astuple(load)) < 1:
             raise ConfigError(f"load is {dataclasses.asdict(load)}; must be at least 1 each")
     if mode != "plan":
         workload = _workload(own, settings, folder)
+        slo = parse_slo(take("goodput", str)) if "goodput" in own else None
     for key in own:
         if key in values:
             raise ConfigError(f"{key} is given twice")
-        if key.startswith(("load.", "workload")) or key == "target":
+        if key.startswith(("load.", "workload")) or key in ("target", "goodput"):
             raise ConfigError(f"{key} has no meaning where mode is {mode}")
     config = load_config(values=own | values)
     typed = flatten(sections(config))
@@ -237,7 +242,7 @@ def _checked_cell(given: Mapping[str, Any], folder: Path) -> Cell:
     if values.get("model.source"):
         settings["model"] = config.model.source
     return Cell(
-        settings=settings, mode=mode, config=config, mesh=mesh, devices=devices, target=target, load=load, workload=workload, repeats=repeats
+        settings=settings, mode=mode, config=config, mesh=mesh, devices=devices, target=target, load=load, workload=workload, slo=slo, repeats=repeats
     )  # fmt: skip
 
 
@@ -250,23 +255,21 @@ def _target(own: dict[str, Any], settings: dict[str, Any], mode: Mode) -> Target
 
 
 def _workload(own: dict[str, Any], settings: dict[str, Any], folder: Path) -> Workload:
-    """A closed loop: a file, single fields, or both."""
+    """A file, single fields, or both."""
     fields = {key.partition(".")[2]: own.pop(key) for key in [key for key in own if key.startswith("workload.")]}
     file = None
     if "workload" in own:
         settings["workload"] = own.pop("workload")
         file = folder / settings["workload"]
-    if file is None and "arrival" not in fields:
-        fields["arrival"] = "closed"
     try:
         workload = load_workload(file, fields)
     except ConfigError as error:
         raise ConfigError(f"workload: {error}") from None
-    settings |= {f"workload.{name}": getattr(workload, name) for name in fields if name != "arrival"}
-    if workload.arrival != "closed":
-        raise ConfigError(f"the workload's arrival is {workload.arrival!r}; a cell runs in one process, as a closed loop: give workload.concurrency")
+    settings |= {f"workload.{name}": getattr(workload, name) for name in fields}
     default = Workload(arrival="closed", concurrency=1)
     for name in _NOT_IN_PROCESS:
         if getattr(workload, name) != getattr(default, name):
             raise ConfigError(f"workload.{name} is {getattr(workload, name)}; a cell's workload runs in one process, which has none (jaxserve bench serve has)")
+    if workload.arrival == "closed" and workload.duration_s is not None:
+        raise ConfigError(f"workload.duration_s is {workload.duration_s:g}; in a cell a closed loop ends after workload.num_requests")
     return workload

@@ -12,6 +12,7 @@ from jaxserve.experiments.file import Experiment, label_of, show
 from jaxserve.experiments.results import SUMMARY, Result
 
 COLUMNS: Mapping[str, str] = {
+    "goodput_per_s": "good requests/s",
     "output_tokens_per_s": "output tokens/s",
     "ttft_ms_p50": "TTFT p50 ms",
     "ttft_ms_p99": "TTFT p99 ms",
@@ -32,7 +33,7 @@ COLUMNS: Mapping[str, str] = {
 }
 """Metrics that a table shows, of those that its cells have; ``results.jsonl`` holds all."""
 
-PLOTTED = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "predicted_decode_step_ms", "predicted_decode_tokens_per_s_per_chip")
+PLOTTED = ("goodput_per_s", "output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "predicted_decode_step_ms", "predicted_decode_tokens_per_s_per_chip")
 
 _MEASURED_AND_PREDICTED = ("decode_step_ms_p50", "predicted_decode_step_ms")
 

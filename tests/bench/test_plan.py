@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -245,3 +246,11 @@ def test_prompts_have_their_lengths_and_share_what_they_should() -> None:
     messages = words.messages(requests[0].segments)
     assert [message["role"] for message in messages] == ["system", "user"]
     assert sum(len(message["content"].split()) for message in messages) == 67
+
+
+def test_runs_of_a_plan_differ_in_their_prompts_alone() -> None:
+    work = load_workload(None, {"rate": 2, "num_requests": 6, "prefix_len": 5, "turns": 2, "input_len": "uniform:1:50"})
+    first, second = (list(itertools.chain.from_iterable(plan(work, run=run))) for run in (0, 3))
+    assert [dataclasses.replace(request, segments=()) for request in first] == [dataclasses.replace(request, segments=()) for request in second]
+    assert [[segment.length for segment in request.segments] for request in first] == [[segment.length for segment in request.segments] for request in second]
+    assert not {segment.key for request in first for segment in request.segments} & {segment.key for request in second for segment in request.segments}
