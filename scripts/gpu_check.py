@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxserve.config import ShardingConfig
 from jaxserve.dims import ceil_div
-from jaxserve.engine.batch import Bucket
+from jaxserve.engine.batch import Bucket, packed_batch
 from jaxserve.engine.step import Carry, attention_problem, make_step
 from jaxserve.kernels_pallas import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
@@ -207,7 +207,7 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
         attention = choose_implementation(NAME, attention_problem(model, bucket, shape, layout))
         step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
         pool = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), attention.init_pool(shape))
-        packed = jnp.asarray(packed_decode(bucket, context, shape.num_pages))
+        packed = jnp.asarray(packed_batch(bucket, num_rows=rows, query_len=1, context_len=context, page_size=PAGE_SIZE))
         start = time.perf_counter()
         compiled = jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, Carry(jnp.zeros(rows, jnp.int32)), packed).compile()
         compile_s = time.perf_counter() - start
@@ -223,17 +223,6 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
         yield Row(
             "engine", f"8B decode batch {rows} context {context}", seconds * 1e3, roofline / seconds, "of roofline", note=f"compiled in {compile_s:.0f} s"
         )
-
-
-def packed_decode(bucket: Bucket, context: int, num_pages: int) -> np.ndarray:
-    """A full decode batch as the engine packs it: greedy rows, each with its own pages."""
-    rows, width = bucket.num_rows, bucket.table_width
-    fields = np.zeros((rows, 8), np.int32)
-    fields[:, 0], fields[:, 1], fields[:, 2] = 1, context, np.arange(rows)
-    fields[:, 5] = np.float32(1.0).view(np.int32)  # top_p
-    table = np.arange(rows * width, dtype=np.int32).reshape(rows, width) % num_pages
-    head = np.concatenate([[rows, rows], np.full(rows, 7)]).astype(np.int32)
-    return np.concatenate([head, np.concatenate([fields, table], axis=1).reshape(-1)])[None]
 
 
 PARTS = ("correctness", "decode", "prefill", "engine")

@@ -167,15 +167,23 @@ class _RankRows:
         self._num_pages[slot] = len(sequence.page_ids)
 
 
-def packed_prefill(bucket: Bucket, num_tokens: int, *, page_size: int, num_ranks: int) -> np.ndarray:
-    """A packed batch in which each rank prefills one greedy sequence of ``num_tokens`` tokens in the first pages: for measuring."""
+def packed_batch(bucket: Bucket, *, num_rows: int, query_len: int, context_len: int, page_size: int, num_ranks: int = 1) -> np.ndarray:
+    """A packed batch of greedy rows that are all alike, each with pages of its own, the first pages of each rank: for measuring.
+
+    Args:
+        bucket: The shapes.
+        num_rows: Live rows of each rank.
+        query_len: New tokens of each row.
+        context_len: Its length after the step.
+        page_size: Slots of a page.
+        num_ranks: Data ranks.
+    """
     packed = np.zeros((num_ranks, bucket.packed_size), np.int32)
-    packed[:, 1] = 1
-    rows = packed[:, 2 + bucket.num_tokens :].reshape(num_ranks, bucket.num_rows, -1)
-    rows[:, 0, 0] = rows[:, 0, 1] = num_tokens
-    rows[:, 0, 5] = np.float32(1.0).view(np.int32)  # top_p
-    num_pages = ceil_div(num_tokens, page_size)
-    rows[:, 0, len(ROW_FIELDS) : len(ROW_FIELDS) + num_pages] = np.arange(num_pages)
+    packed[:, :2] = num_rows if query_len == 1 else 0, num_rows
+    rows = packed[:, 2 + bucket.num_tokens :].reshape(num_ranks, bucket.num_rows, -1)[:, :num_rows]
+    rows[..., 0], rows[..., 1], rows[..., 2] = query_len, context_len, np.arange(num_rows)
+    num_pages = ceil_div(context_len, page_size)
+    rows[..., len(ROW_FIELDS) : len(ROW_FIELDS) + num_pages] = np.arange(num_rows * num_pages).reshape(num_rows, num_pages)
     return packed
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, packed_prefill
+from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, packed_batch
 from jaxserve.engine.compiled_folder import CompileProgram, compile_program
 from jaxserve.engine.kv_cache import PoolPlan
 from jaxserve.engine.page_mover import PAGES_A_CALL, PageMover
@@ -177,7 +177,7 @@ class DeviceRunner:
         """Times a full prefill step and swaps of pages, on a pool that holds nothing yet. The fastest of three each."""
         bucket = max((bucket for bucket in self.buckets.all() if not bucket.decode_only), key=lambda bucket: bucket.num_tokens)
         num_tokens = min(bucket.num_tokens, self.num_pages * self.page_size, bucket.table_width * self.page_size)
-        packed = packed_prefill(bucket, num_tokens, page_size=self.page_size, num_ranks=self.num_ranks)
+        packed = packed_batch(bucket, num_rows=1, query_len=num_tokens, context_len=num_tokens, page_size=self.page_size, num_ranks=self.num_ranks)
         pages = [(page, page) for page in range(min(PAGES_A_CALL, self.num_pages, self.num_host_pages))]
         moves = [PageMoves(swap_outs=tuple(pages), swap_ins=tuple(pages))] * self.num_ranks
 

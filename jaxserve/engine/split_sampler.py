@@ -53,7 +53,13 @@ def sample_split(logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: s
         kept_BX, covers_B = _filter(weights_BPC.reshape(len(total_B), -1), total_B, unsent_B, params, part_size * values_BPC.shape[1])
         token_B = _draw(kept_BX, ids_BPC.reshape(kept_BX.shape), uniform(params))
         covers_B |= params.temperature_B <= 0
-        token_B = lax.cond(jnp.all(covers_B), lambda: token_B, lambda: jnp.where(covers_B, token_B, _draw_from_all(logits_BV, largest_B, params, axis)))
+        # Rows that are drawn already must not make the others search for their thresholds.
+        rest = params._replace(
+            top_k_B=jnp.where(covers_B, jnp.iinfo(jnp.int32).max, params.top_k_B),
+            top_p_B=jnp.where(covers_B, 1.0, params.top_p_B),
+            min_p_B=jnp.where(covers_B, 0.0, params.min_p_B),
+        )
+        token_B = lax.cond(jnp.all(covers_B), lambda: token_B, lambda: jnp.where(covers_B, token_B, _draw_from_all(logits_BV, largest_B, rest, axis)))
         return jnp.where(params.temperature_B > 0, token_B, _best(values_BPC[..., :1], ids_BPC[..., :1]))
 
     return lax.cond(jnp.any(params.temperature_B > 0), drawn, greedy)
@@ -97,11 +103,12 @@ def _filter(weights_BX: Array, total_B: Array, unsent_B: Array, params: Sampling
 def _draw(weights_BX: Array, ids_BX: Array, uniform_B: Array) -> Array:
     """A token by its share of the weights, in the order of the ids: the order in which the whole vocabulary is drawn from.
 
-    The running sums come from comparing all pairs: a sort of the candidates takes XLA:TPU seconds to compile.
+    The running sums come from comparing all pairs: a sort of the candidates takes XLA:TPU seconds to compile. Their largest is the total: any other sum of
+    the weights is rounded otherwise, and may be above all of them. Weights that are NaN draw the last candidate.
     """
     running_BX = jnp.where(ids_BX[:, None, :] <= ids_BX[:, :, None], weights_BX[:, None, :], 0.0).sum(-1)
-    hit_BX = (running_BX > (uniform_B * weights_BX.sum(1))[:, None]) & (weights_BX > 0)
-    return jnp.where(hit_BX, ids_BX, jnp.iinfo(jnp.int32).max).min(1)
+    hit_BX = (running_BX > (uniform_B * running_BX.max(1))[:, None]) & (weights_BX > 0)
+    return jnp.where(hit_BX, ids_BX, ids_BX.max(1, keepdims=True)).min(1)
 
 
 def _draw_from_all(logits_BV: Array, largest_B: Array, params: SamplingArrays, axis: str) -> Array:

@@ -150,8 +150,17 @@ def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pag
     def as_float(column: Array) -> Array:
         return lax.bitcast_convert_type(column, jnp.float32)
 
-    seed_B = lax.bitcast_convert_type(seed_B, jnp.uint32)
-    sampling = SamplingArrays(as_float(temperature_B), top_k_B, as_float(top_p_B), as_float(min_p_B), seed_B, context_len_B)
+    temperature_B, top_p_B, min_p_B = as_float(temperature_B), as_float(top_p_B), as_float(min_p_B)
+    # The filters of one row make the sampler search for the thresholds of all; those of a greedy or an empty row would do so for nothing.
+    draws_B = temperature_B > 0
+    sampling = SamplingArrays(
+        temperature_B=temperature_B,
+        top_k_B=jnp.where(draws_B, top_k_B, jnp.iinfo(jnp.int32).max),
+        top_p_B=jnp.where(draws_B, top_p_B, 1.0),
+        min_p_B=jnp.where(draws_B, min_p_B, 0.0),
+        seed_B=lax.bitcast_convert_type(seed_B, jnp.uint32),
+        position_B=context_len_B,
+    )
     return StepInput(packed[2 : 2 + T], row_T, jnp.maximum(query_ends_B - 1, 0), slot_B, ragged, sampling)
 
 

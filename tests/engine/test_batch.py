@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.batch import BatchBuilder, Buckets, make_buckets
+from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, make_buckets, packed_batch
 from jaxserve.engine.schedule import RankSchedule, Schedule, ScheduledSequence
 from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.step import unpack
@@ -17,8 +17,8 @@ PAGE_SIZE, NUM_PAGES, MAX_SEQS, WIDTH = 4, 40, 6, 5
 BUCKETS = make_buckets((8, 16), (2, 4), max_tokens=32, max_rows=MAX_SEQS, table_width=WIDTH)
 
 
-def make_sequence(slot: int, length: int, pages: list[int]) -> Sequence:
-    params = SamplingParams(temperature=0.5 + slot, top_k=slot, top_p=0.9, min_p=0.25, seed=slot)
+def make_sequence(slot: int, length: int, pages: list[int], temperature: float = 0.5) -> Sequence:
+    params = SamplingParams(temperature=temperature, top_k=slot, top_p=0.9, min_p=0.25, seed=slot)
     request = Request(request_id=str(slot), prompt_token_ids=range(100 * slot, 100 * slot + length), params=params)
     sequence = Sequence.of(request, seed=2**32 - 1 - slot, max_tokens=8)
     sequence.page_ids, sequence.slot = pages, slot
@@ -90,6 +90,33 @@ def test_a_slot_forgets_its_last_owner() -> None:
     first.page_ids, first.num_preemptions = [1, 2, 3], 1
     assert row_of(first)[:3].tolist() == [1, 2, 3]
     assert row_of(make_sequence(2, 8, [5, 6]))[:2].tolist() == [5, 6]
+
+
+def test_rows_that_draw_nothing_have_no_filters() -> None:
+    """A filter of any row makes the sampler search for the thresholds of all."""
+    greedy = ScheduledSequence(make_sequence(3, 1, [0], temperature=0.0), 0, 1, True)
+    sampled = ScheduledSequence(make_sequence(2, 1, [1]), 0, 1, True)
+    third = ScheduledSequence(make_sequence(1, 1, [2], temperature=0.0), 0, 1, True)
+    bucket, packed = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS).build(Schedule((rank_schedule([greedy, sampled, third]),)))
+    sampling = unpack(packed[0], bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).sampling
+    off = np.iinfo(np.int32).max
+    assert bucket.num_rows == 4, "one row is padding"
+    assert sampling.top_k_B.tolist() == [off, 2, off, off]
+    assert sampling.top_p_B.tolist() == [1.0, np.float32(0.9), 1.0, 1.0]
+    assert sampling.min_p_B.tolist() == [0.0, 0.25, 0.0, 0.0]
+
+
+def test_a_batch_for_measuring_is_one_that_the_engine_could_pack() -> None:
+    decode = unpack(packed_batch(Bucket(4, 4, WIDTH, True), num_rows=3, query_len=1, context_len=6, page_size=PAGE_SIZE)[0],
+                    Bucket(4, 4, WIDTH, True), page_size=PAGE_SIZE, num_pages=NUM_PAGES)  # fmt: skip
+    assert decode.ragged.counts_2.tolist() == [3, 3] and decode.ragged.context_lens_B.tolist() == [6, 6, 6, 0]
+    assert decode.ragged.slots_T.tolist() == [5, 13, 21, NUM_PAGES * PAGE_SIZE]
+    bucket = Bucket(8, 2, WIDTH, False)
+    packed = packed_batch(bucket, num_rows=1, query_len=7, context_len=7, page_size=PAGE_SIZE, num_ranks=2)
+    for rank in packed:
+        prefill = unpack(rank, bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).ragged
+        assert prefill.counts_2.tolist() == [0, 1] and prefill.query_starts_B1.tolist() == [0, 7, 7]
+        assert prefill.slots_T.tolist() == [*range(7), NUM_PAGES * PAGE_SIZE]
 
 
 def test_every_step_within_the_limits_has_a_bucket() -> None:

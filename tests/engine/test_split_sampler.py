@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxserve.config import ShardingConfig
+from jaxserve.engine import split_sampler
 from jaxserve.engine.sampler import SamplingArrays, sample
 from jaxserve.engine.split_sampler import NUM_CANDIDATES, sample_split
 from jaxserve.mesh import REPLICATED, make_layout
@@ -69,3 +70,32 @@ def test_ties_go_to_the_lowest_id_and_stay_together() -> None:
 def test_logits_that_are_nan_draw_an_id_of_the_vocabulary() -> None:
     drawn = np.asarray(split_sample(4)(np.full((8, 400), np.nan, np.float32), arrays(8)))
     assert ((drawn >= 0) & (drawn < 400)).all()
+
+
+def test_the_largest_random_number_draws_a_candidate() -> None:
+    """Operation by operation, so that sums over the same numbers are rounded differently, as on an accelerator."""
+    rng = np.random.default_rng(0)
+    weights = rng.random((256, 128), dtype=np.float32) ** 4
+    ids = np.argsort(rng.random(weights.shape), axis=1).astype(np.int32)
+    weights[ids > 100] = 0
+    drawn = np.asarray(split_sampler._draw(jnp.asarray(weights), jnp.asarray(ids), jnp.full(256, 1 - 2**-23, jnp.float32)))
+    assert all(weight[row == token] > 0 for weight, row, token in zip(weights, ids, drawn, strict=True))
+
+
+def test_a_row_that_its_candidates_decide_makes_no_other_row_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row, flat and without filters, is drawn from the whole: that takes no threshold."""
+    searched: list[tuple[list[int], list[float], list[float]]] = []
+    whole = split_sampler._draw_from_all
+
+    def spy(logits, largest, params, axis):
+        jax.debug.callback(lambda *columns: searched.append(tuple(column.tolist() for column in columns)), *params[1:4])
+        return whole(logits, largest, params, axis)
+
+    monkeypatch.setattr(split_sampler, "_draw_from_all", spy)
+    filtered, flat, greedy = arrays(1, top_k=5, top_p=0.9, min_p=0.01), arrays(1, temperature=9.0), arrays(1, temperature=0.0, top_k=7)
+    params = SamplingArrays(*(jnp.concatenate(columns) for columns in zip(filtered, flat, greedy, strict=True)))
+    logits = np.random.default_rng(1).normal(size=(3, 1600)).astype(np.float32)
+    jax.block_until_ready(split_sample(4)(logits, params))
+    jax.effects_barrier()
+    off = np.iinfo(np.int32).max
+    assert searched and all(seen == ([off] * 3, [1.0] * 3, [0.0] * 3) for seen in searched)
