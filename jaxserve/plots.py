@@ -38,6 +38,7 @@ _STYLE: dict[str, Any] = {
     "lines.markersize": 5,
     "svg.fonttype": "none",  # text stays text: sharp, small, searchable
     "svg.hashsalt": "jaxserve",  # equal figures give equal bytes
+    "text.parse_math": False,  # a $ in a name is a $
     "xtick.color": "#475569",
     "ytick.color": "#475569",
 }

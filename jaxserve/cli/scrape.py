@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import http.client
-import itertools
-import math
 import time
 import urllib.error
 import urllib.parse
@@ -15,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.bench.buckets import Buckets
 from jaxserve.errors import ConfigError, JaxserveError
 
 _TIMEOUT_S = 5.0
@@ -23,45 +21,6 @@ _MAX_PAGE_BYTES = 16 * 2**20
 
 class ScrapeError(JaxserveError):
     """A server that does not answer, or whose page is no jaxserve server's."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Buckets:
-    """A histogram.
-
-    Args:
-        bounds: Upper ends, the last one infinite; ascending.
-        counts: Values in each bucket.
-    """
-
-    bounds: tuple[float, ...] = ()
-    counts: tuple[float, ...] = ()
-
-    @property
-    def num_values(self) -> float:
-        return sum(self.counts)
-
-    def quantile(self, share: float) -> float | None:
-        """The value below which ``share`` of the values lie, as if they were spread evenly over each bucket; ``None`` without values.
-
-        Of values above the last bound no more is known than that.
-        """
-        totals = list(itertools.accumulate(self.counts))
-        if not totals or totals[-1] <= 0:
-            return None
-        wanted = share * totals[-1]
-        index = bisect.bisect_left(totals, wanted)
-        low = self.bounds[index - 1] if index else 0.0
-        high = self.bounds[index]
-        if math.isinf(high):
-            return low
-        return low + (high - low) * (wanted - (totals[index] - self.counts[index])) / self.counts[index]
-
-    def since(self, earlier: Buckets) -> Buckets:
-        """The values that have come since an earlier reading."""
-        if self.bounds != earlier.bounds:
-            return self
-        return Buckets(self.bounds, tuple(now - before for now, before in zip(self.counts, earlier.counts, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,9 +49,7 @@ class Reading:
         for labels, value in self.samples.get(f"{family}_bucket", ()):
             bound = float(labels["le"])
             totals[bound] = totals.get(bound, 0.0) + value
-        bounds = tuple(sorted(totals))
-        cumulative = [0.0, *(totals[bound] for bound in bounds)]
-        return Buckets(bounds, tuple(after - before for before, after in itertools.pairwise(cumulative)))
+        return Buckets.of_totals(totals)
 
     def is_older_run(self, later: Reading) -> bool:
         """Whether the server has been started anew between this reading and a later one."""

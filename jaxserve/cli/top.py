@@ -14,7 +14,8 @@ from jaxserve.log import set_up_logging
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from jaxserve.cli.scrape import Buckets, Reading
+    from jaxserve.bench.buckets import Buckets
+    from jaxserve.cli.scrape import Reading
 
 _LATENCIES = (
     ("queue", "jaxserve_queue_seconds"),

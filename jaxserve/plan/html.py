@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve import plots
-from jaxserve.errors import ConfigError
+from jaxserve.html_page import page, text
+from jaxserve.output_files import write_text
 from jaxserve.plan.advice import Best
 from jaxserve.plan.planner import LayoutPlan, Question
 from jaxserve.plan.report import GIB, LEFT_COLUMNS, NOTE, headers, row
 from jaxserve.plan.request import STEPS, StepKind
-
-_CSS = """
-:root { color-scheme: light; --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --good: #16a34a; --bad: #dc2626 }
-body { margin: 0; background: #f8fafc; color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
-main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px }
-h1 { font-size: 26px; margin: 0 } h2 { font-size: 18px; margin: 36px 0 12px }
-.sub, .note { color: var(--soft); margin: 4px 0 0 }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 16px; margin-top: 24px }
-.card, .panel { background: white; border: 1px solid var(--line); border-radius: 12px; padding: 16px 20px }
-.card b { display: block; font-size: 20px; margin: 2px 0 } .card i { font-style: normal; color: var(--good); font-weight: 600 }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 16px }
-.panel svg { width: 100%; height: auto }
-.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: 13px; white-space: pre-line }
-th, td { text-align: right; padding: 8px 10px; border-bottom: 1px solid var(--line); vertical-align: top }
-th { color: var(--soft); font-weight: 600 } th:first-child, td:first-child, .left { text-align: left }
-tr.no td { color: var(--soft) } li { margin: 4px 0 }
-"""
 
 
 def write_page(file: Path, question: Question, plans: Sequence[LayoutPlan], best: Sequence[Best], remarks: Sequence[str]) -> None:
@@ -48,24 +31,17 @@ def write_page(file: Path, question: Question, plans: Sequence[LayoutPlan], best
     title = f"{question.name}: {len(plans)} layouts"
     about = f"{config.model.dtype}, {load.batch} sequences of {load.context:,} tokens, mixed steps of {load.chunk:,} tokens. {NOTE}"
     cards = [
-        f"<div class=card><i>best for {_text(one.purpose)}</i><b>{_text(one.plan.target)} &middot; {_text(one.plan.mesh)}</b>{_text(one.reason)}</div>"
+        f"<div class=card><i>best for {text(one.purpose)}</i><b>{text(one.plan.target)} &middot; {text(one.plan.mesh)}</b>{text(one.reason)}</div>"
         for one in best
     ]
     parts = [
-        f"<h1>{_text(title)}</h1><p class=sub>{_text(about)}</p>",
+        f"<h1>{text(title)}</h1><p class=sub>{text(about)}</p>",
         f"<div class=cards>{''.join(cards)}</div>",
-        f"<h2>Where memory and time go</h2><div class=panels>{''.join(f'<div class=panel>{svg}</div>' for svg in _plots(plans))}</div>",
-        f"<h2>All layouts</h2><div class='panel scroll'>{_table(plans, best, question)}</div>",
-        f"<ul class=note>{''.join(f'<li>{_text(line.strip())}</li>' for line in remarks)}</ul>",
+        f"<h2>Where memory and time go</h2><div class=panels>{''.join(f'<section>{svg}</section>' for svg in _plots(plans))}</div>",
+        f"<h2>All layouts</h2><section>{_table(plans, best, question)}</section>",
+        f"<ul class=note>{''.join(f'<li>{text(line.strip())}</li>' for line in remarks)}</ul>",
     ]
-    page = (
-        f"<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{_text(title)}</title>"
-        f"<style>{_CSS}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
-    )
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    write_text(file, page(title, parts))
 
 
 def _plots(plans: Sequence[LayoutPlan]) -> list[str]:
@@ -124,21 +100,17 @@ def _trade_plot(plans: Sequence[LayoutPlan]) -> str:
 def _table(plans: Sequence[LayoutPlan], best: Sequence[Best], question: Question) -> str:
     titles = headers(question.load)
 
-    def cell(tag: str, index: int, text: str) -> str:
-        return f"<{tag}{' class=left' if index in LEFT_COLUMNS else ''}>{_text(text)}</{tag}>"
+    def cell(tag: str, index: int, value: str) -> str:
+        return f"<{tag}{' class=left' if index in LEFT_COLUMNS else ''}>{text(value)}</{tag}>"
 
     head = "".join(cell("th", index, title) for index, title in enumerate(titles))
     lines: list[str] = []
     for plan in plans:
         cells = row(plan, best)
-        body = "".join(cell("td", index, text) for index, text in enumerate([*cells, *[""] * (len(titles) - len(cells))]))
+        body = "".join(cell("td", index, value) for index, value in enumerate([*cells, *[""] * (len(titles) - len(cells))]))
         lines.append(f"<tr{'' if plan.fits else ' class=no'}>{body}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f"<table class=wide><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _label(plan: LayoutPlan) -> str:
     return f"{plan.target}  {plan.mesh.data} x {plan.mesh.model}"
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value), quote=True)
