@@ -15,6 +15,8 @@ from jaxserve.tenants import Tenants
 _MEMORY_S = 10.0
 """Over about this time the queue's speed is averaged."""
 _LEAST_RETRY_S = 1.0
+_MOST_RETRY_S = 120.0
+"""A queue that hardly moves now may move well in a while: nobody is sent away for longer because of it."""
 _COMPACT_AT = 256
 """Fewer entries than this are not worth a search for those that have left the queue."""
 
@@ -40,16 +42,20 @@ class QueueSpeed:
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
+        self._stuck_s = 0.0  # since the queue moved last
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Notes a step at whose beginning somebody waited."""
-        decay = math.exp(-seconds / _MEMORY_S)
-        self._tokens = self._tokens * decay + num_tokens
-        self._seconds = self._seconds * decay + seconds
+        """Notes a step at whose beginning somebody waited, and the tokens that left the queue in it."""
+        self._stuck_s += seconds
+        if num_tokens:  # else what is known of the speed grows old, but no less true: the estimate grows as time passes, and no faster
+            decay = math.exp(-self._stuck_s / _MEMORY_S)
+            self._tokens = self._tokens * decay + num_tokens
+            self._seconds = self._seconds * decay + self._stuck_s
+            self._stuck_s = 0.0
 
     def time_for_s(self, num_tokens: int) -> float:
         """How long so many tokens are likely to wait; 0 as long as nothing is known."""
-        return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
+        return num_tokens * (self._seconds + self._stuck_s) / self._tokens if self._tokens else 0.0
 
 
 class _Account:
@@ -102,16 +108,21 @@ class Admission:
             QuotaExceededError: Its tenant has used up what it may.
             OverloadedError: The queue is full, or so long that the request's deadline would pass.
         """
-        self._check_tenant(request, max_tokens, now_s)
+        self._check_tenant(request, max_tokens, load, now_s)
         num_tokens = len(request.prompt_token_ids)
         num_ahead = load.num_queued_tokens if self._config.order == "fcfs" else 0  # in other orders it may pass them all
         wait_s = self.speed.time_for_s(num_ahead + num_tokens)
         deadline_ms = request.options.deadline_ms
         if deadline_ms is not None and load.num_queued >= load.num_free_slots and wait_s * 1000 > deadline_ms:
             raise OverloadedError(
-                f"the request would wait for about {wait_s:.1f} s, longer than its deadline_ms of {deadline_ms}", retry_after_s=self._retry_after_s(load)
+                f"the request would wait for about {wait_s:.1f} s, longer than its deadline_ms of {deadline_ms}",
+                retry_after_s=self.retry_after_s(load.num_queued_tokens),
             )
         return self._make_room(request, num_tokens, load)
+
+    def retry_after_s(self, num_queued_tokens: int) -> float:
+        """When to try again: half of a queue of so many tokens is likely to be gone then."""
+        return min(max(_LEAST_RETRY_S, self.speed.time_for_s(num_queued_tokens) / 2), _MOST_RETRY_S)
 
     def limit_max_tokens(self, max_tokens: int, load: Load) -> int:
         """The most tokens that new work may generate now: fewer than it asked for while the queue is longer than ``degrade_at`` of its bound."""
@@ -148,13 +159,14 @@ class Admission:
         account.refill(now_s)
         return account
 
-    def _check_tenant(self, request: Request, max_tokens: int, now_s: float) -> None:
+    def _check_tenant(self, request: Request, max_tokens: int, load: Load, now_s: float) -> None:
         tenant = request.options.tenant
         limits, account = self._tenants.of(tenant), self._account(tenant, now_s)
         whose = f"tenant {tenant!r}" if tenant else "this server's clients together"
         if limits.max_requests is not None and account.num_requests >= limits.max_requests:
             raise QuotaExceededError(
-                f"{whose}: {account.num_requests} requests are in flight; at most {limits.max_requests} are allowed", retry_after_s=_LEAST_RETRY_S
+                f"{whose}: {account.num_requests} requests are in flight; at most {limits.max_requests} are allowed",
+                retry_after_s=self.retry_after_s(load.num_queued_tokens),
             )
         if limits.tokens_per_minute is not None:
             wanted = len(request.prompt_token_ids) + max_tokens
@@ -180,7 +192,7 @@ class Admission:
                 raise OverloadedError(
                     f"the queue is full: {load.num_queued} requests of {load.num_queued_tokens} tokens wait (scheduler.max_queued_requests is "
                     f"{config.max_queued_requests}, max_queued_tokens {config.max_queued_tokens})",
-                    retry_after_s=self._retry_after_s(load),
+                    retry_after_s=self.retry_after_s(load.num_queued_tokens),
                 )
             shed.append(heapq.heappop(self._queued))
             num_over -= 1
@@ -192,10 +204,6 @@ class Admission:
         while self._queued and not _is_queued(self._queued[0][2]):
             heapq.heappop(self._queued)
         return self._queued[0][2] if self._queued else None
-
-    def _retry_after_s(self, load: Load) -> float:
-        """When half of the queue is likely to be gone."""
-        return max(_LEAST_RETRY_S, self.speed.time_for_s(load.num_queued_tokens) / 2)
 
 
 def _is_queued(sequence: Sequence) -> bool:

@@ -145,7 +145,7 @@ class Engine:
         self._deadlines = Expiry()
         self._outputs: list[RequestOutput] = []  # of requests that ended between steps
         self._idle_until_s = 0.0
-        self._last_move: tuple[float, int] | None = None  # when the last step began, and the tokens that left the queue then; None without a queue
+        self._last_move: tuple[float, int] | None = None  # since when the queue has moved by so many tokens; None without a queue or steps
         self._num_failed_steps = 0  # in a row
         self._refused: Counter[RefusalReason] = Counter()
         self._num_steps = 0
@@ -219,7 +219,9 @@ class Engine:
             self._refused["overload"] += 1
             raise
         for sequence in shed:
-            error = OverloadedError("the queue is full, and a request of higher priority took this one's place", retry_after_s=1.0)
+            error = OverloadedError(
+                "the queue is full, and a request of higher priority took this one's place", retry_after_s=self._admission.retry_after_s(load.num_queued_tokens)
+            )
             self._outputs.append(self._refuse(sequence, error, "shed"))
         sequence = self._queue(request, self._admission.limit_max_tokens(max_tokens, load), max_tokens)
         if (timeout_s := self._config.scheduler.queue_timeout_s) is not None:
@@ -416,7 +418,7 @@ class Engine:
             self._admission.speed.note(num_tokens, now_s - since_s)
         num_queued_tokens = scheduler.num_queued_tokens
         schedule = scheduler.schedule(now_s)
-        self._last_move = (now_s, num_queued_tokens - scheduler.num_queued_tokens) if num_queued_tokens else None
+        self._last_move = (now_s, num_queued_tokens - scheduler.num_queued_tokens) if num_queued_tokens and schedule.sequences else None
         return schedule
 
     def _expire(self, now_s: float) -> list[RequestOutput]:
@@ -427,9 +429,9 @@ class Engine:
             outputs.append(self._refuse(sequence, error, "deadline"))
         for sequence in self._queue_timeouts.take_due(now_s):
             if sequence.num_cached_tokens is None:
-                wait_s = self._admission.speed.time_for_s(self._scheduler.num_queued_tokens)
+                retry_after_s = self._admission.retry_after_s(self._scheduler.num_queued_tokens)
                 message = f"the request has waited for {now_s - sequence.request.arrival_s:.1f} s and has not begun (scheduler.queue_timeout_s)"
-                outputs.append(self._refuse(sequence, OverloadedError(message, retry_after_s=max(1.0, wait_s)), "queue_timeout"))
+                outputs.append(self._refuse(sequence, OverloadedError(message, retry_after_s=retry_after_s), "queue_timeout"))
         return outputs
 
     def _refuse(self, sequence: Sequence, error: JaxserveError, reason: RefusalReason) -> RequestOutput:
@@ -465,7 +467,10 @@ class Engine:
         )
 
     def _check_if_idle(self) -> None:
-        if not self._generations and self._config.engine.check_integrity:
+        if self._generations:
+            return
+        self._last_move = None
+        if self._config.engine.check_integrity:
             self.check_integrity()
 
 

@@ -109,6 +109,64 @@ class TestQueueBounds:
             bench.submit("late", max_tokens=1)
         assert 45 <= caught.value.retry_after_s <= 55  # half of 50 requests
 
+    def test_retry_after_of_a_queue_that_is_stuck_grows_with_time_and_to_a_bound(self) -> None:
+        bench = Bench(max_queued_requests=8, max_tokens_per_step=4, queue_timeout_s=None)
+        for i in range(10):
+            bench.submit(f"r{i}", max_tokens=100)
+
+        def retry_after_s() -> float:
+            with pytest.raises(OverloadedError) as caught:
+                bench.submit("late")
+            return caught.value.retry_after_s
+
+        bench.step()
+        bench.step()  # two prompts have begun in two seconds; the others wait for their slots
+        bench.step()
+        before = retry_after_s()
+        for _ in range(40):
+            bench.step()
+        assert 20 * before <= retry_after_s() <= 24 * before
+        assert bench.engine._admission.retry_after_s(10**9) == 120.0
+
+    def test_time_without_requests_is_nobodys_wait(self) -> None:
+        bench = Bench(max_queued_requests=8, max_tokens_per_step=4)
+        for _ in range(10):
+            bench.submit("a", max_tokens=2)
+            bench.finish()
+            bench.now_s += 600.0
+        bench.submit("a", max_tokens=1)
+        bench.step()
+        bench.now_s += 600.0
+        bench.submit("a", max_tokens=1)
+        bench.engine.pause("a")
+        bench.step(600.0)
+        bench.engine.resume("a")
+        bench.finish()
+        assert bench.engine._admission.speed.time_for_s(4) <= 1.0
+
+    def test_every_refusal_tells_when_the_queue_will_have_moved(self) -> None:
+        bench = Bench(
+            tenants=TenantsConfig(keys=("c=k",), limits=("c.max_requests=1",)),
+            max_queued_requests=50,
+            max_tokens_per_step=4,
+            order="priority",
+            queue_timeout_s=20,
+        )
+        for i in range(52):
+            bench.submit(f"r{i}", max_tokens=1, priority=1, tenant="a")
+        for _ in range(10):
+            bench.step(2.0)  # two seconds a prompt
+        for i in range(10):
+            bench.submit(f"more{i}", max_tokens=1, priority=1, tenant="b")
+        bench.submit("c0", max_tokens=1, priority=0, tenant="c")
+        with pytest.raises(QuotaExceededError) as over_quota:
+            bench.submit("c1", max_tokens=1, priority=0, tenant="c")
+        with pytest.raises(OverloadedError) as late:
+            bench.submit("late", max_tokens=1, priority=1)
+        bench.step(0.0)
+        for error in (bench.refusal("more9"), bench.refusal("r30"), over_quota.value, late.value):  # shed, timed out, over its quota, too many
+            assert isinstance(error, OverloadedError | QuotaExceededError) and error.retry_after_s > 20
+
     def test_offline_use_is_not_bounded(self) -> None:
         bench = Bench(max_queued_requests=0, queue_timeout_s=2.0)
         for i in range(20):
