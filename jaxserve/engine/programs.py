@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 import os
@@ -64,7 +65,7 @@ def plan_programs(
         is_cpu=execution.platform == "cpu",
         layout=layout,
     )
-    _check_pool(plan, model, buckets)
+    plan = _served_pool(plan, model, buckets.all()[-1])
     return plan, dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
 
 
@@ -130,8 +131,17 @@ def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: 
         raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
 
 
-def _check_pool(plan: PoolPlan, model: Model, buckets: Buckets) -> None:
-    """What attention refuses for the pool's size shows only when that is known."""
-    reason = plan.attention.refusal(attention_problem(model, buckets.all()[-1], plan.shape, plan.layout))
-    if reason is not None:
-        raise ConfigError(f"cache.num_pages={plan.shape.num_pages} cannot be served by {plan.attention.name}: {reason}")
+def _served_pool(plan: PoolPlan, model: Model, bucket: Bucket) -> PoolPlan:
+    """The pool, cut to what its attention serves: what that refuses for the size shows only when the size is known."""
+
+    def refusal(num_pages: int) -> str | None:
+        shape = dataclasses.replace(plan.shape, num_pages=num_pages)
+        return plan.attention.refusal(attention_problem(model, bucket, shape, plan.layout))
+
+    num_pages = plan.shape.num_pages
+    reason = refusal(num_pages)
+    if reason is None:
+        return plan
+    served = bisect.bisect_left(range(1, num_pages), True, key=lambda pages: refusal(pages) is not None)  # pages from 1 to the first that are too many
+    logger.warning("the pool has %d pages and not the %d that the memory holds, which %s does not serve: %s", served, num_pages, plan.attention.name, reason)
+    return dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, num_pages=served))

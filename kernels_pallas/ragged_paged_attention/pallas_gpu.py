@@ -76,8 +76,8 @@ def refusal(problem: Problem) -> str | None:
         return f"page size {problem.pool.page_size}; it takes {KERNEL_PAGE_SIZES}"
     pool = problem.pool
     elements = math.prod(init_pool(pool).k.shape)
-    if jnp.dtype(pool.dtype).itemsize == 1 and 2**31 <= elements <= 2**32:
-        return f"an array of {elements} one-byte keys: Pallas Triton counts elements in 32 bits up to 4 GiB and overflows; take less than 2 GiB or more than 4"
+    if jnp.dtype(pool.dtype).itemsize == 1 and 2**31 < elements <= 2**32:
+        return f"an array of {elements} one-byte keys: Pallas Triton counts elements in 32 bits up to 4 GiB and overflows; take at most 2 GiB or more than 4"
     if pool.num_layers * pool.num_pages * pool.page_size >= 2**31:
         return f"{pool.num_layers * pool.num_pages * pool.page_size} slots; slot numbers have 31 bits"
     if problem.target.platform == "tpu":

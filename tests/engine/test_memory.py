@@ -7,9 +7,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import CacheConfig, ShardingConfig
+from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig, ShardingConfig
+from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import PoolPlan, plan_pool
 from jaxserve.engine.memory import Memory, _cgroup_memory
+from jaxserve.engine.programs import make_model, plan_programs
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout
@@ -66,3 +68,20 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
         plan(CacheConfig(num_pages=10), Memory(100 * page_bytes, 10 * page_bytes - 1))
     with pytest.raises(ConfigError, match="holds no page"):
         plan(CacheConfig(), Memory(9 * page_bytes, 9 * page_bytes))
+
+
+@pytest.mark.parametrize(("num_gib", "key_bytes"), [(1.5, 1.5 * 2**30), (2, 2 * 2**30), (3, 2 * 2**30), (4, 2 * 2**30), (5, 5 * 2**30)])
+def test_a_pool_of_a_size_that_attention_refuses_is_cut(num_gib: float, key_bytes: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Pallas Triton's offsets overflow in one-byte arrays of more than 2 and at most 4 GiB."""
+    spec = tiny_spec(num_layers=2, layers=tiny_spec().layers[:2])  # a token's keys take 64 bytes
+    config = Config(
+        cache=CacheConfig(page_size=128, dtype="fp8"), engine=EngineConfig(attention="pallas_gpu"),
+        scheduler=SchedulerConfig(max_num_seqs=512, max_tokens_per_step=2048),
+    )  # fmt: skip
+    execution, layout = choose_execution(config, "gpu"), make_layout(MeshShape(), ShardingConfig())
+    model = make_model(spec, config, execution, layout)
+    max_model_len = int(num_gib * 2**30 / 64 / 512)
+    planned, _ = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=Memory(2**40, 2**40))
+    assert planned.shape.num_pages * planned.shape.page_size * 64 == key_bytes
+    assert planned.attention.name == "pallas_gpu"
+    assert ("which pallas_gpu does not serve" in caplog.text) == (num_gib in (3, 4))
