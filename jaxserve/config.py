@@ -169,9 +169,10 @@ class EngineConfig:
         warmup: Compile every bucket before the engine is ready.
         compilation_cache: Keep compiled programs on disk in the user's cache folder.
         compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
-        check_integrity: Check the page pool's books when the engine falls idle.
+        check_integrity: Check the books of pages and requests when a server falls idle, every ten seconds at most; they are begun anew if they are wrong.
         watchdog_s: A step that takes longer than this is stuck: the engine is dead then, as health says. Compiling does not count; ``None`` never looks.
-        reader_buffer: Outputs that wait for a slow client before its request is paused; it goes on when half of them are read.
+        reader_buffer: Outputs that wait for a slow client before its request is paused; it goes on when they are read.
+        reader_timeout_s: A request that has been paused for so long is ended with an error; ``None`` never ends one.
     """
 
     attention: Annotated[str, NotBlank()] = "auto"
@@ -184,6 +185,7 @@ class EngineConfig:
     check_integrity: bool = True
     watchdog_s: Annotated[float, Between(0, 86_400, open_low=True)] | None = 120.0
     reader_buffer: Annotated[int, Between(2, 2**20)] = 1024
+    reader_timeout_s: Annotated[float, Between(0, 86_400, open_low=True)] | None = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,10 @@ class QuotaExceededError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class ReaderTimeoutError(RequestError):
+    """The client left what was generated for it unread for too long."""
+
+
 class EngineError(JaxserveError):
     """The engine cannot take or finish a request, through no fault of the client's."""
 
@@ -109,7 +113,16 @@ class OverloadedError(EngineError):
 
 
 class DeadlineExceededError(EngineError):
-    """The request's own deadline passed before it was finished."""
+    """The request's own deadline passed before it was finished.
+
+    Args:
+        message: The deadline.
+        retry_after_s: When it is likely to succeed, if it was the queue that took its time.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(EngineError):

@@ -161,6 +161,8 @@ class RequestTimes:
         first_token_s: Its first generated token was there; ``None`` if there was none.
         last_token_s: Its last generated token was there.
         finished_s: It ended.
+        num_gaps: Times that it stood still between two tokens because its client read too slowly.
+        gaps_s: Time between these tokens.
     """
 
     arrival_s: float
@@ -168,6 +170,25 @@ class RequestTimes:
     first_token_s: float | None
     last_token_s: float | None
     finished_s: float
+    num_gaps: int = 0
+    gaps_s: float = 0.0
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last, without gaps; ``None`` if there was no token."""
+        return None if self.first_token_s is None or self.last_token_s is None else self.last_token_s - self.first_token_s - self.gaps_s
+
+    def per_token_s(self, num_tokens: int) -> float | None:
+        """TPOT: the same, divided by the tokens that came after another.
+
+        Args:
+            num_tokens: Generated in all.
+
+        Returns:
+            ``None`` if none came after another, gaps aside.
+        """
+        decode_s, num_intervals = self.decode_s, num_tokens - 1 - self.num_gaps
+        return None if decode_s is None or num_intervals < 1 else decode_s / num_intervals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,6 +35,7 @@ ERROR_TABLE: dict[type[Exception], ErrorRow] = {
     errors.ForbiddenError: ErrorRow(403, "invalid_request_error", "admin_key_required", "PERMISSION_DENIED"),
     errors.UnknownModelError: ErrorRow(404, "invalid_request_error", "model_not_found", "NOT_FOUND"),
     errors.PayloadTooLargeError: ErrorRow(413, "invalid_request_error", "request_too_large", "RESOURCE_EXHAUSTED"),
+    errors.ReaderTimeoutError: ErrorRow(408, "invalid_request_error", "reader_timeout", "ABORTED"),
     errors.QuotaExceededError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded", "RESOURCE_EXHAUSTED"),
     errors.OverloadedError: ErrorRow(503, "server_error", "overloaded", "UNAVAILABLE"),
     errors.DeadlineExceededError: ErrorRow(504, "server_error", "deadline_exceeded", "DEADLINE_EXCEEDED"),
@@ -68,8 +69,8 @@ def report_error(error: Exception) -> ErrorReport:
         logger.error("internal error %s", error_id, exc_info=error)
         return ErrorReport(row, f"internal error; the server's log has it under the id {error_id}", None, row.code)
     retry_after_s = None
-    if isinstance(error, (errors.QuotaExceededError, errors.OverloadedError)):
-        retry_after_s = max(1, math.ceil(error.retry_after_s))
+    if isinstance(error, (errors.QuotaExceededError, errors.OverloadedError, errors.DeadlineExceededError)):
+        retry_after_s = None if error.retry_after_s is None else max(1, math.ceil(error.retry_after_s))
     elif row.http_status == 503:
         retry_after_s = 1
     if isinstance(error, errors.RequestError):

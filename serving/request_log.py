@@ -80,13 +80,11 @@ def _durations(times: RequestTimes, num_tokens: int) -> dict[str, float | None]:
     def since_arrival(moment_s: float | None) -> float | None:
         return None if moment_s is None else round((moment_s - times.arrival_s) * 1e3, 1)
 
-    per_token_ms = None
-    if times.first_token_s is not None and times.last_token_s is not None and num_tokens > 1:
-        per_token_ms = round((times.last_token_s - times.first_token_s) / (num_tokens - 1) * 1e3, 2)
+    per_token_s = times.per_token_s(num_tokens)
     return {
         "queue_ms": since_arrival(times.scheduled_s),
         "ttft_ms": since_arrival(times.first_token_s),
-        "tpot_ms": per_token_ms,
+        "tpot_ms": None if per_token_s is None else round(per_token_s * 1e3, 2),
         "e2e_ms": since_arrival(times.finished_s),
     }
 

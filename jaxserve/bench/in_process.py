@@ -149,15 +149,17 @@ class _Driver:
         sent_s = self._elapsed_s() if planned.arrival_s is None or self._concurrency is not None else planned.arrival_s
         one = _UnderWay(planned, session, sent_s, Stream())
         self._observer.sent(planned, one.stream)
+        shed: list[RequestOutput] = []
         try:
             if self._concurrency is None:
-                self._engine.submit(request)
+                shed = self._engine.submit(request)
             else:
                 self._engine.add(request)
         except _REFUSALS as error:
             self._end(one, "refused", self._elapsed_s(), str(error), None)
         else:
             self.under_way[request.request_id] = one
+            self.take(shed)
 
     def _end(self, one: _UnderWay, outcome: Outcome, end_s: float, error: str | None, last: RequestOutput | None) -> None:
         record = Record(

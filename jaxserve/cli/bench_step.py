@@ -54,8 +54,7 @@ def step(
     usual = SchedulerConfig()
     sequences = max([*batches, *(decodes + 1 for decodes, _ in both), usual.max_num_seqs])
     tokens = max([*prompts, *map(sum, both), sequences, usual.max_tokens_per_step])
-    # Only what is measured is compiled. A server is hardly ever idle, which is when the books are checked, but the end of each prefill is.
-    defaults: dict[str, Any] = {"engine.warmup": False, "engine.check_integrity": False}
+    defaults: dict[str, Any] = {"engine.warmup": False}  # only what is measured is compiled
     if compiled is None:  # those programs have their own limits
         defaults |= {"scheduler.max_num_seqs": sequences, "scheduler.max_tokens_per_step": tokens}
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)

@@ -39,9 +39,6 @@ _ABORT_TIMEOUT_S = 5.0
 _WATCH_PERIOD_S = 1.0
 """A stuck step is noticed at most that much later than the limit says."""
 
-_Command = Callable[[Engine], RequestOutput | None]
-"""Runs in the engine's thread; what it returns goes out with the step's outputs."""
-
 
 @dataclasses.dataclass(slots=True)
 class _Stream:
@@ -73,6 +70,12 @@ class _Stream:
         return RequestOutput(request_id=request_id, token_ids=(), text="", finish_reason=reason, stop_reason=None, usage=usage, error=error, refusal=refusal)
 
 
+_Delivery = tuple[_Stream, RequestOutput]
+
+_Command = Callable[[Engine], Iterable[_Delivery]]
+"""Runs in the engine's thread; what it returns goes out with the step's outputs."""
+
+
 class AsyncEngine:
     """Serves an :class:`Engine` to the coroutines of one event loop.
 
@@ -100,7 +103,8 @@ class AsyncEngine:
         self._dead = False
         self._reader_buffer = sys.maxsize
         self._busy_since_s: float | None = None  # since when the engine's thread has been in a step; None between steps
-        # In the engine's thread only. Not the dictionary below: an id may be used again while the last outputs of its first use are on their way.
+        # In the engine's thread only: the requests that the engine has. Not the dictionary below: an id may be used again while the last outputs of its
+        # first use are on their way.
         self._routes: dict[str, _Stream] = {}
         # On the event loop only.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -211,7 +215,7 @@ class AsyncEngine:
                 yield output
         finally:
             if self._streams.get(request_id) is stream:
-                self._commands.put(functools.partial(_abort, request_id))
+                self._commands.put(functools.partial(self._abort, request_id))
                 self._forget(request_id)
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
@@ -227,7 +231,7 @@ class AsyncEngine:
         stream = self._streams.get(request_id)
         if stream is None or tenant not in (None, stream.request.options.tenant):
             return False
-        self._commands.put(functools.partial(_abort, request_id))
+        self._commands.put(functools.partial(self._abort, request_id))
         return True
 
     def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
@@ -309,8 +313,8 @@ class AsyncEngine:
 
     # -- On the event loop --------------------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, outputs: list[tuple[_Stream, RequestOutput]]) -> None:
-        for stream, output in outputs:
+    def _deliver(self, deliveries: list[_Delivery]) -> None:
+        for stream, output in deliveries:
             if output.finish_reason is not None and not stream.is_ended:
                 stream.is_ended = True
                 self._on_end(stream.request, output)
@@ -364,11 +368,11 @@ class AsyncEngine:
             while not self._commands.empty():
                 commands.append(self._commands.get())
             self._busy_since_s = time.monotonic()
-            outputs = [self._route(output) for command in commands if (output := command(engine)) is not None]
-            outputs += [self._route(output) for output in engine.step()]
+            deliveries = [delivery for command in commands for delivery in command(engine)]
+            deliveries += self._route(engine.step())
             self._busy_since_s = None
-            if outputs:
-                self._on_loop(self._deliver, outputs)
+            if deliveries:
+                self._on_loop(self._deliver, deliveries)
 
     def _wait(self, engine: Engine, collections: FullCollections) -> list[_Command]:
         """Sleeps while the engine has nothing to do. Returns the command that ended it, if one did."""
@@ -377,6 +381,7 @@ class AsyncEngine:
             return []
         if not engine.has_work and self._commands.empty():
             collections.on_idle()
+            engine.on_idle()
         try:
             return [self._commands.get(timeout=None if idle_s == math.inf else idle_s)]
         except queue.Empty:
@@ -396,26 +401,32 @@ class AsyncEngine:
                 logger.critical("a step has taken more than %g s (engine.watchdog_s); the engine is given up", limit_s)
                 self.fail(f"a step took more than {limit_s:g} s")
 
-    def _route(self, output: RequestOutput) -> tuple[_Stream, RequestOutput]:
-        is_last = output.finish_reason is not None
-        return (self._routes.pop(output.request_id) if is_last else self._routes[output.request_id]), output
+    def _route(self, outputs: Iterable[RequestOutput]) -> list[_Delivery]:
+        """Finds the streams of outputs that the engine has just made: at once, for an id that has ended may come again."""
+        routes = self._routes
+        return [(routes[output.request_id] if output.finish_reason is None else routes.pop(output.request_id), output) for output in outputs]
 
-    def _add(self, stream: _Stream, engine: Engine) -> RequestOutput | None:
+    def _add(self, stream: _Stream, engine: Engine) -> list[_Delivery]:
         request = stream.request
-        self._routes[request.request_id] = stream
         try:
-            engine.submit(request)
+            deliveries = self._route(engine.submit(request))
         except JaxserveError as error:
-            return stream.last_output("error", str(error), error)
+            return [(stream, stream.last_output("error", str(error), error))]
         except Exception as error:  # whatever it is, it is this request's alone
             logger.exception("request %s could not be added", request.request_id)
-            return stream.last_output("error", f"{type(error).__name__}: {error}")
-        return None
+            return [(stream, stream.last_output("error", f"{type(error).__name__}: {error}"))]
+        self._routes[request.request_id] = stream
+        return deliveries
 
-    def _set_paused(self, stream: _Stream, is_paused: bool, engine: Engine) -> None:
+    def _abort(self, request_id: str, engine: Engine) -> list[_Delivery]:
+        output = engine.abort(request_id)
+        return [] if output is None else self._route([output])
+
+    def _set_paused(self, stream: _Stream, is_paused: bool, engine: Engine) -> list[_Delivery]:
         request_id = stream.request.request_id
         if self._routes.get(request_id) is stream:  # else it has ended, and the id may be another's
             (engine.pause if is_paused else engine.resume)(request_id)
+        return []
 
     def _on_loop(self, callback: Callable[..., None], *args: object) -> None:
         if self._loop is None:  # no stream has ever been opened
@@ -426,14 +437,12 @@ class AsyncEngine:
             logger.debug("the event loop is closed; outputs are dropped")
 
 
-def _wake(_: Engine) -> None:
+def _wake(_: Engine) -> list[_Delivery]:
     """Does nothing, but ends the engine's sleep."""
+    return []
 
 
-def _inspect(view: Future[SchedulerView], engine: Engine) -> None:
+def _inspect(view: Future[SchedulerView], engine: Engine) -> list[_Delivery]:
     if view.set_running_or_notify_cancel():
         view.set_result(engine.inspect())
-
-
-def _abort(request_id: str, engine: Engine) -> RequestOutput | None:
-    return engine.abort(request_id)
+    return []

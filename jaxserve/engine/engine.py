@@ -36,6 +36,7 @@ from jaxserve.errors import (
     ModelError,
     OverloadedError,
     QuotaExceededError,
+    ReaderTimeoutError,
 )
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams, Usage
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_FAILED_STEPS = 3
 """As many failed steps in a row mean that the device will not recover."""
+_CHECK_INTERVAL_S = 10.0
+"""Of the books: it takes some passes over all pages, and a request may come meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,8 +124,25 @@ class Engine:
         self.sampling_defaults = sampling_defaults
         self._runner = runner
         self._config = config
-        tenants = config.read_tenants()
+        self._tenants = config.read_tenants()
         self._door = Door(spec.vocab_size, self.max_model_len, num_pages=runner.num_pages, page_size=runner.page_size)
+        self._eos_token_ids = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+        self._clock = clock
+        self._meter = Meter()
+        self._seeds = random.Random(seed)  # noqa: S311  (seeds of samples, no secrets)
+        self._idle_until_s = 0.0
+        self._checked_s = -math.inf
+        self._num_failed_steps = 0  # in a row
+        self._refused: Counter[RefusalReason] = Counter()
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._finished: Counter[FinishReason] = Counter()
+        self._open_books()
+
+    def _open_books(self) -> None:
+        """Begins with no request in flight, all pages free, and nothing cached."""
+        config, runner = self._config, self._runner
         self._scheduler = Scheduler(
             runner.num_pages,
             runner.page_size,
@@ -133,26 +153,15 @@ class Engine:
             num_host_pages=runner.num_host_pages,
             costs=runner.costs,
             session_ttl_s=config.cache.session_ttl_s,
-            weights=tenants.weights,
+            weights=self._tenants.weights,
         )
-        self._eos_token_ids = frozenset(spec.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-        self._clock = clock
-        self._meter = Meter()
-        self._seeds = random.Random(seed)  # noqa: S311  (seeds of samples, no secrets)
+        self._admission = Admission(config.scheduler, self._tenants)
         self._generations: dict[str, _Generation] = {}
-        self._admission = Admission(config.scheduler, tenants)
         self._queue_timeouts = Expiry()
         self._deadlines = Expiry()
-        self._outputs: list[RequestOutput] = []  # of requests that ended between steps
-        self._idle_until_s = 0.0
+        self._paused: dict[Sequence, float] = {}  # since when; in this order
         self._last_move: tuple[float, int] | None = None  # since when the queue has moved by so many tokens; None without a queue or steps
-        self._num_failed_steps = 0  # in a row
-        self._refused: Counter[RefusalReason] = Counter()
-        self._num_steps = 0
-        self._num_requests = 0
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-        self._finished: Counter[FinishReason] = Counter()
+        self._num_requests = self._finished.total()
 
     @property
     def runner(self) -> Runner:
@@ -162,12 +171,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether requests are in flight."""
-        return bool(self._generations or self._outputs)
+        return bool(self._generations)
 
     @property
     def idle_s(self) -> float:
         """How long ``step`` has nothing to do unless another method is called, in seconds; infinity for ever. Known after it had nothing to do."""
-        return max(0.0, self._idle_until_s - self._clock()) if self._generations and not self._outputs else 0.0
+        return max(0.0, self._idle_until_s - self._clock()) if self._generations else 0.0
 
     @property
     def is_compiling(self) -> bool:
@@ -198,8 +207,11 @@ class Engine:
             arrival_s=self._clock(),
         )
 
-    def submit(self, request: Request) -> None:
-        """Queues a request that came through ``make_request``, if it may join. A queued one of lower priority may have to leave for it.
+    def submit(self, request: Request) -> list[RequestOutput]:
+        """Queues a request that came through ``make_request``, if it may join. Queued ones of lower priority may have to leave for it.
+
+        Returns:
+            The last outputs of those.
 
         Raises:
             InvalidRequestError: Its id is in flight already.
@@ -218,14 +230,12 @@ class Engine:
         except OverloadedError:
             self._refused["overload"] += 1
             raise
-        for sequence in shed:
-            error = OverloadedError(
-                "the queue is full, and a request of higher priority took this one's place", retry_after_s=self._admission.retry_after_s(load.num_queued_tokens)
-            )
-            self._outputs.append(self._refuse(sequence, error, "shed"))
+        # First of all, for it may fail: nobody has to leave for a request that does not come.
         sequence = self._queue(request, self._admission.limit_max_tokens(max_tokens, load), max_tokens)
         if (timeout_s := self._config.scheduler.queue_timeout_s) is not None:
             self._queue_timeouts.add(sequence, request.arrival_s + timeout_s)
+        message = "the queue is full, and a request of higher priority took this one's place"
+        return [self._refuse(lower, OverloadedError(message, retry_after_s=self._retry_after_s()), "shed") for lower in shed]
 
     def add(self, request: Request) -> None:
         """Queues a request that came through ``make_request``, however many there are and however long it may wait.
@@ -238,15 +248,22 @@ class Engine:
         self._queue(request, max_tokens, max_tokens)
 
     def pause(self, request_id: str) -> None:
-        """Stops a request until ``resume``: nobody reads its outputs. What it holds is free for others. Does nothing if it is not in flight."""
+        """Stops a request until ``resume``: nobody reads its outputs. What it holds is free for others. Does nothing if it is not in flight.
+
+        After ``engine.reader_timeout_s`` it ends.
+        """
         self._idle_until_s = 0.0
-        if (generation := self._generations.get(request_id)) is not None:
+        generation = self._generations.get(request_id)
+        if generation is not None and generation.sequence not in self._paused:
+            self._paused[generation.sequence] = self._clock()
+            self._meter.pause(generation.sequence)
             self._scheduler.pause(generation.sequence)
 
     def resume(self, request_id: str) -> None:
         """Lets a paused request go on. Does nothing to others."""
         self._idle_until_s = 0.0
         if (generation := self._generations.get(request_id)) is not None:
+            self._paused.pop(generation.sequence, None)
             self._scheduler.resume(generation.sequence)
 
     def _check_id(self, request: Request) -> None:
@@ -281,11 +298,9 @@ class Engine:
             return None
         self._idle_until_s = 0.0
         try:
-            output = self._emit(generation.sequence, (), generation.processor.finish("abort"))
+            return self._emit(generation.sequence, (), generation.processor.finish("abort"))
         except Exception as error:  # whatever it is, it is this request's alone
-            output = self._emit_error(generation.sequence, error)
-        self._check_if_idle()
-        return output
+            return self._emit_error(generation.sequence, error)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns what it added, at most one output a request, and the ends of requests whose time was up. Does nothing without work.
@@ -297,13 +312,12 @@ class Engine:
             EngineDeadError: The runner cannot go on, or steps fail one after the other.
         """
         start_s = self._clock()
-        ended, self._outputs = [*self._outputs, *self._expire(start_s)], []
+        ended = self._expire(start_s)
         scheduler = self._scheduler
         schedule = self._schedule(start_s)
         if not schedule.sequences:
-            self._idle_until_s = min(scheduler.wake_at_s, self._queue_timeouts.next_s, self._deadlines.next_s)
+            self._idle_until_s = min(scheduler.wake_at_s, self._queue_timeouts.next_s, self._deadlines.next_s, self._next_reader_timeout_s)
             assert not scheduler.has_work or scheduler.wake_at_s < math.inf, "requests in flight, yet nothing to run"
-            self._check_if_idle()
             return ended
         self._num_steps += 1
         try:
@@ -321,8 +335,23 @@ class Engine:
             self._meter.tokens(grown, fetched_s)
             outputs = [self._process(sequence) for sequence in grown]
             self._meter.step(schedule, pending, total_s=self._clock() - start_s, wait_s=fetched_s - dispatched_s)
-        self._check_if_idle()
         return ended + outputs if ended else outputs
+
+    def on_idle(self) -> None:
+        """For when nothing is in flight and all outputs are delivered: checks the books now and then (``engine.check_integrity``).
+
+        If they do not add up, that is logged, and they are opened anew: no request needs them now, and the requests to come must not suffer.
+        """
+        assert not self._generations
+        now_s = self._clock()
+        if not self._config.engine.check_integrity or now_s - self._checked_s < _CHECK_INTERVAL_S:
+            return
+        self._checked_s = now_s
+        try:
+            self.check_integrity()
+        except Exception:  # wrong books may fail in any way
+            logger.critical("the books of pages and requests do not add up; they are opened anew, without what was cached", exc_info=True)
+            self._open_books()
 
     def reset_prefix_cache(self) -> None:
         """Forgets all keys and values: for when the weights have changed. Running requests are computed anew."""
@@ -425,14 +454,27 @@ class Engine:
         """Ends the requests whose time is up."""
         outputs: list[RequestOutput] = []
         for sequence in self._deadlines.take_due(now_s):
-            error = DeadlineExceededError(f"the request was not finished within its deadline_ms of {sequence.request.options.deadline_ms}")
-            outputs.append(self._refuse(sequence, error, "deadline"))
+            retry_after_s = self._retry_after_s() if sequence.num_cached_tokens is None else None
+            message = f"the request was not {'begun' if retry_after_s else 'finished'} within its deadline_ms of {sequence.request.options.deadline_ms}"
+            outputs.append(self._refuse(sequence, DeadlineExceededError(message, retry_after_s=retry_after_s), "deadline"))
         for sequence in self._queue_timeouts.take_due(now_s):
             if sequence.num_cached_tokens is None:
-                retry_after_s = self._admission.retry_after_s(self._scheduler.num_queued_tokens)
                 message = f"the request has waited for {now_s - sequence.request.arrival_s:.1f} s and has not begun (scheduler.queue_timeout_s)"
-                outputs.append(self._refuse(sequence, OverloadedError(message, retry_after_s=retry_after_s), "queue_timeout"))
+                outputs.append(self._refuse(sequence, OverloadedError(message, retry_after_s=self._retry_after_s()), "queue_timeout"))
+        while self._next_reader_timeout_s <= now_s:
+            sequence, since_s = next(iter(self._paused.items()))
+            message = f"the client has not read its answer for {now_s - since_s:.1f} s, and has more waiting than is kept for it (engine.reader_timeout_s)"
+            outputs.append(self._refuse(sequence, ReaderTimeoutError(message), "reader_timeout"))
         return outputs
+
+    @property
+    def _next_reader_timeout_s(self) -> float:
+        """When the request that has been paused for longest ends; infinity for never."""
+        timeout_s = self._config.engine.reader_timeout_s
+        return next(iter(self._paused.values())) + timeout_s if self._paused and timeout_s is not None else math.inf
+
+    def _retry_after_s(self) -> float:
+        return self._admission.retry_after_s(self._scheduler.num_queued_tokens)
 
     def _refuse(self, sequence: Sequence, error: JaxserveError, reason: RefusalReason) -> RequestOutput:
         self._refused[reason] += 1
@@ -450,6 +492,9 @@ class Engine:
             self._admission.leave(sequence, now_s)
             times = self._meter.finish(sequence, delta.finish_reason, now_s)
             del self._generations[request_id]
+            self._paused.pop(sequence, None)
+            if not self._generations:
+                self._last_move = None
             self._finished[delta.finish_reason] += 1
         return RequestOutput(
             request_id=request_id,
@@ -465,13 +510,6 @@ class Engine:
             refusal=refusal,
             degraded_max_tokens=degraded_max_tokens,
         )
-
-    def _check_if_idle(self) -> None:
-        if self._generations:
-            return
-        self._last_move = None
-        if self._config.engine.check_integrity:
-            self.check_integrity()
 
 
 def fold_seed(seed: int) -> int:

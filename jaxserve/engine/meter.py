@@ -71,9 +71,9 @@ class Measurements:
         queue_s: From arrival to the first step; of each request that came to run.
         prefill_s: From the first step to the first token; of each request that got one.
         first_token_s: TTFT: from arrival to the first token; likewise.
-        inter_token_s: ITL: between one token of a request and the next; of each token but the first.
-        decode_s: From the first token to the last; of each ended request with two or more.
-        per_token_s: TPOT: the same, divided by the tokens after the first.
+        inter_token_s: ITL: between one token of a request and the next; of each token but the first, and the first after a pause.
+        decode_s: From the first token to the last, without the time between two tokens in which it was paused; of each ended request with a ``per_token_s``.
+        per_token_s: TPOT: the same, divided by the tokens of which ``inter_token_s`` tells.
         end_to_end_s: From arrival to the end, by the reason of the end; of every request that was taken and has ended.
         prompt_tokens: Of each such request.
         generated_tokens: Of each such request.
@@ -134,13 +134,18 @@ class Meter:
             if last_s == previous_s:
                 num_steady += 1
             elif last_s is None:
-                self._first_token(sequence, now_s)
+                self._token_after_none(sequence, now_s)
             else:
                 self._inter_token_s.observe(now_s - last_s)
             sequence.last_token_s = now_s
         if num_steady:
             self._inter_token_s.observe(now_s - previous_s, num_steady)
         self._last_tokens_s = now_s
+
+    def pause(self, sequence: Sequence) -> None:
+        """Notes that a sequence stands still because of its reader: the time until its next token says nothing of the engine."""
+        if sequence.last_token_s is not None:
+            sequence.paused_token_s, sequence.last_token_s = sequence.last_token_s, None
 
     def step(self, schedule: Schedule, step: PendingStep, *, total_s: float, wait_s: float) -> None:
         """Notes a step that did not fail.
@@ -164,13 +169,22 @@ class Meter:
         self._end_to_end_s[reason].observe(now_s - arrival_s)
         self._prompt_tokens.observe(sequence.num_prompt_tokens)
         self._generated_tokens.observe(sequence.num_generated_tokens)
-        first_s, last_s = sequence.first_token_s, sequence.last_token_s
-        if first_s is None and sequence.scheduled_s is not None:
+        if sequence.first_token_s is None and sequence.scheduled_s is not None:
             self._queue_s.observe(sequence.scheduled_s - arrival_s)
-        if first_s is not None and last_s is not None and sequence.num_generated_tokens > 1:
-            self._decode_s.observe(last_s - first_s)
-            self._per_token_s.observe((last_s - first_s) / (sequence.num_generated_tokens - 1))
-        return RequestTimes(arrival_s=arrival_s, scheduled_s=sequence.scheduled_s, first_token_s=first_s, last_token_s=last_s, finished_s=now_s)
+        times = RequestTimes(
+            arrival_s=arrival_s,
+            scheduled_s=sequence.scheduled_s,
+            first_token_s=sequence.first_token_s,
+            last_token_s=sequence.paused_token_s if sequence.last_token_s is None else sequence.last_token_s,
+            finished_s=now_s,
+            num_gaps=sequence.num_gaps,
+            gaps_s=sequence.gaps_s,
+        )
+        decode_s, per_token_s = times.decode_s, times.per_token_s(sequence.num_generated_tokens)
+        if decode_s is not None and per_token_s is not None:
+            self._decode_s.observe(decode_s)
+            self._per_token_s.observe(per_token_s)
+        return times
 
     def snapshot(self) -> Measurements:
         return Measurements(
@@ -191,7 +205,12 @@ class Meter:
             bucket_tokens=self._bucket_tokens.snapshot(),
         )
 
-    def _first_token(self, sequence: Sequence, now_s: float) -> None:
+    def _token_after_none(self, sequence: Sequence, now_s: float) -> None:
+        """Notes a sequence's first token, or its first after a pause."""
+        if sequence.paused_token_s is not None:
+            sequence.num_gaps += 1
+            sequence.gaps_s += now_s - sequence.paused_token_s
+            return
         arrival_s, scheduled_s = sequence.request.arrival_s, sequence.scheduled_s
         assert scheduled_s is not None
         sequence.first_token_s = now_s

@@ -44,7 +44,10 @@ class Sequence:
         num_cached_tokens: Prompt tokens that it found in a prefix cache when it was first admitted; ``None`` before.
         scheduled_s: When that was, by the engine's clock.
         first_token_s: When its first generated token was there.
-        last_token_s: When its last one was.
+        last_token_s: When its last one was; ``None`` again since a pause.
+        paused_token_s: When its last one before a pause was.
+        num_gaps: Pauses between two of its tokens.
+        gaps_s: Time between these tokens.
     """
 
     request: Request
@@ -66,6 +69,9 @@ class Sequence:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    paused_token_s: float | None = None
+    num_gaps: int = 0
+    gaps_s: float = 0.0
 
     @classmethod
     def of(cls, request: Request, *, seed: int, max_tokens: int, namespace: bytes = b"") -> Sequence:

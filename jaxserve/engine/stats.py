@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxserve.request import FinishReason
 
-RefusalReason = Literal["quota", "overload", "shed", "queue_timeout", "deadline"]
+RefusalReason = Literal["quota", "overload", "shed", "queue_timeout", "deadline", "reader_timeout"]
 """Why a request got an error in place of an answer: ``quota`` and ``overload`` were not taken at all, the others waited or ran before."""
 
 

@@ -35,7 +35,7 @@ class Bench:
         self.num_submitted += 1
         prompt = [self.num_submitted % 251] * prompt_len  # not in the prefix cache
         request = self.engine.make_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), name, RequestOptions(**options))
-        self.engine.submit(dataclasses.replace(request, arrival_s=self.now_s))
+        self.outputs += self.engine.submit(dataclasses.replace(request, arrival_s=self.now_s))
 
     def step(self, seconds: float = 1.0) -> list[RequestOutput]:
         outputs = self.engine.step()

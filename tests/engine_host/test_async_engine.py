@@ -24,6 +24,7 @@ from jaxserve.errors import (
     InvalidRequestError,
     ModelUnavailableError,
     OverloadedError,
+    ReaderTimeoutError,
 )
 from jaxserve.request import RequestOptions, RequestOutput, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine, plain_run
@@ -162,6 +163,58 @@ def test_refusals() -> None:
             assert (await collect(engine, [1], "x", max_tokens=1))[-1].finish_reason == "length"  # the id is free again at once
 
     run(body())
+
+
+def test_an_id_whose_request_gave_way_can_be_used_again_at_once() -> None:
+    """One batch of commands holds a request that takes the other's place, the other client's leaving, and its second try."""
+
+    async def body() -> None:
+        runner = SlowRunner(max_num_seqs=1)
+        limits = SchedulerConfig(max_num_seqs=1, max_tokens_per_step=16, max_queued_requests=1)
+        async with serving(runner, scheduler=limits) as engine:
+            running = asyncio.create_task(collect(engine, [1], max_tokens=50))
+            first = asyncio.create_task(collect(engine, [2], "x", max_tokens=5))
+            while engine.stats().num_waiting == 0:
+                await asyncio.sleep(0.001)
+            runner.gate.clear()
+            await asyncio.sleep(0.05)  # a step has begun, and waits
+            urgent = engine.make_request([3], SamplingParams(max_tokens=5), None, RequestOptions(priority=-1))
+            stream = engine.generate(urgent)
+            taking = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.sleep(0)
+            second = asyncio.create_task(collect(engine, [2], "x", max_tokens=5))
+            await asyncio.sleep(0)
+            runner.gate.set()
+            assert isinstance((await second)[-1].refusal, OverloadedError)
+            assert [await taking, *[output async for output in stream]][-1].finish_reason == "length"
+            assert (await running)[-1].finish_reason == "length" and first.cancelled()
+            assert (await collect(engine, [2], "x", max_tokens=5))[-1].finish_reason == "length"
+            assert engine.stats().refused["shed"] == 1 and not engine._routes
+            await all_free(engine)
+
+    run(body())
+
+
+def test_wrong_books_cost_no_answer_and_no_server(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("jaxserve.engine.engine._CHECK_INTERVAL_S", 0.0)
+
+    async def body() -> None:
+        async with serving() as engine:
+            inner = engine._engine
+            assert inner is not None
+            inner._scheduler.ranks[0].pool._free.pop()
+            assert (await collect(engine, [1], max_tokens=5))[-1].finish_reason == "length"
+            while "books" not in caplog.text:
+                await asyncio.sleep(0.001)
+            assert (await collect(engine, [1], max_tokens=5))[-1].finish_reason == "length"
+            assert engine.state == "ready" and engine.stats().num_requests == 2
+            inner.check_integrity()
+            await all_free(engine)
+
+    run(body())
+    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
 
 
 def test_an_idle_engine_sleeps() -> None:
@@ -339,6 +392,21 @@ def test_a_paused_reader_that_goes_away_leaves_nothing() -> None:
             await slow.aclose()
             await all_free(engine)
             assert engine.stats().finished["abort"] == 1
+
+    run(body())
+
+
+def test_a_reader_that_does_not_come_back_is_given_up() -> None:
+    async def body() -> None:
+        async with serving(engine=EngineConfig(reader_buffer=2, reader_timeout_s=0.2)) as engine:
+            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=100)))
+            got = [await anext(stream)]
+            while engine.stats().refused["reader_timeout"] == 0:
+                await asyncio.sleep(0.001)
+            await all_free(engine)
+            got += [output async for output in stream]
+            assert isinstance(got[-1].refusal, ReaderTimeoutError) and "engine.reader_timeout_s" in str(got[-1].refusal)
+            assert sum(len(output.token_ids) for output in got) == got[-1].usage.completion_tokens < 100
 
     run(body())
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.config import Config, ModelConfig
+from jaxserve.config import Config, EngineConfig, ModelConfig
 from jaxserve.engine.engine import Engine, fold_seed
 from jaxserve.engine.params import resolve_params
-from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError
+from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError, ReaderTimeoutError
 from jaxserve.request import RequestOutput, SamplingParams, Usage
 from tests.engine_host.fakes import EOS, VOCAB_SIZE, FakeRunner, FakeTokenizer, fake_engine, fake_spec, plain_run, scripted
 
@@ -272,6 +273,98 @@ class TestFaults:
         runner.errors = [EngineDeadError("gone")]
         with pytest.raises(EngineDeadError, match="gone"):
             engine.step()
+
+
+class TestBooks:
+    def test_they_are_checked_now_and_then_when_idle_and_opened_anew_if_wrong(self, caplog: pytest.LogCaptureFixture) -> None:
+        now_s = 100.0
+        engine = fake_engine(clock=lambda: now_s)
+        engine.on_idle()
+        add(engine, [1] * 9, max_tokens=3)
+        engine._scheduler.ranks[0].pool._free.pop()
+        assert finish_all(engine) and not caplog.records  # a step checks nothing: its outputs must go out first
+        now_s += 5.0
+        engine.on_idle()
+        assert not caplog.records
+        now_s += 5.0
+        engine.on_idle()
+        assert [record.levelname for record in caplog.records] == ["CRITICAL"]
+        engine.check_integrity()
+        stats = engine.stats()
+        assert (stats.num_free_pages, stats.num_cached_pages, stats.num_requests, stats.finished["length"]) == (64, 0, 1, 1)
+
+    def test_unless_they_are_not_to_be(self, caplog: pytest.LogCaptureFixture) -> None:
+        engine = fake_engine(engine=EngineConfig(check_integrity=False))
+        engine._scheduler.ranks[0].pool._free.pop()
+        engine.on_idle()
+        assert not caplog.records
+
+
+class TestPause:
+    def test_it_ends_after_its_time_and_a_resumed_one_does_not(self) -> None:
+        now_s = 100.0
+        engine = fake_engine(engine=EngineConfig(reader_timeout_s=10.0), clock=lambda: now_s)
+        lost, late = add(engine, [1], max_tokens=9), add(engine, [2], max_tokens=9)
+        engine.step()
+        engine.pause(lost)
+        now_s += 4.0
+        engine.pause(late)
+        engine.pause(lost)  # it is already
+        assert engine.step() == [] and engine.idle_s == 6.0
+        now_s += 5.9
+        engine.resume(late)
+        engine.pause(late)
+        now_s += 0.1
+        (output,) = engine.step()
+        assert output.request_id == lost and isinstance(output.refusal, ReaderTimeoutError)
+        assert engine.step() == [] and engine.idle_s == pytest.approx(9.9)
+        engine.resume(late)
+        assert finish_all(engine)[late][-1].finish_reason == "length"
+        engine.check_integrity()
+        assert engine.stats().refused["reader_timeout"] == 1 and not engine._paused
+
+    def test_what_is_paused_for_ever_ends_only_if_it_must(self) -> None:
+        engine = fake_engine(engine=EngineConfig(reader_timeout_s=None))
+        request_id = add(engine, [1], max_tokens=9)
+        engine.step()
+        engine.pause(request_id)
+        assert engine.step() == [] and engine.idle_s == math.inf
+        engine.abort(request_id)
+        assert not engine._paused
+
+    def test_its_time_is_no_time_between_tokens(self) -> None:
+        now_s = 100.0
+        engine = fake_engine(clock=lambda: now_s)
+        alone = add(engine, [1], max_tokens=5)
+        engine.step()
+        now_s += 1.0
+        engine.step()
+        now_s += 0.5
+        engine.pause(alone)
+        now_s += 60.0
+        engine.resume(alone)
+        engine.step()
+        now_s += 1.0
+        engine.step()
+        now_s += 1.0
+        (last,) = engine.step()
+        measured = engine.measurements()
+        assert (measured.inter_token_s.num_values, measured.inter_token_s.total) == (3, 3.0)
+        assert (measured.decode_s.total, measured.per_token_s.total) == (3.0, 1.0)
+        assert last.times is not None and (last.times.decode_s, last.times.per_token_s(5)) == (3.0, 1.0)
+
+    def test_an_end_in_a_pause(self) -> None:
+        now_s = 100.0
+        engine = fake_engine(clock=lambda: now_s)
+        request_id = add(engine, [1], max_tokens=5)
+        engine.step()
+        now_s += 1.0
+        engine.step()
+        engine.pause(request_id)
+        now_s += 60.0
+        last = engine.abort(request_id)
+        assert last is not None and last.times is not None and last.times.last_token_s == 101.0
+        assert engine.measurements().decode_s.total == engine.measurements().per_token_s.total == 1.0
 
 
 def test_every_request_ends_in_exactly_one_outcome() -> None:

@@ -12,7 +12,7 @@ from jaxserve.config import SchedulerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.schedule import Schedule
 from jaxserve.errors import OverloadedError, QuotaExceededError
-from jaxserve.request import RequestOptions, SamplingParams
+from jaxserve.request import RequestOptions, RequestOutput, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine
 
 STEP_S, TOKEN_S = 0.010, 0.0002
@@ -59,6 +59,13 @@ def simulate(arrivals: list[Arrival], *, num_pages: int = 4000, tenants: Tenants
     engine = fake_engine(runner, max_position=16_384, scheduler=config, tenants=tenants, clock=lambda: runner.now_s)
     ended = [Ended(arrival) for arrival in sorted(arrivals, key=lambda arrival: arrival.at_s)]
     position = 0
+
+    def note(outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            result = ended[int(output.request_id)]
+            result.token_times_s += [runner.now_s] * len(output.token_ids)
+            result.refusal = output.refusal
+
     while position < len(ended) or engine.has_work:
         if not engine.has_work:
             runner.now_s = max(runner.now_s, ended[position].arrival.at_s)
@@ -69,14 +76,11 @@ def simulate(arrivals: list[Arrival], *, num_pages: int = 4000, tenants: Tenants
             params = SamplingParams(max_tokens=arrival.num_tokens, ignore_eos=True)
             request = engine.make_request(prompt, params, str(position), arrival.options)
             try:
-                engine.submit(dataclasses.replace(request, arrival_s=arrival.at_s))
+                note(engine.submit(dataclasses.replace(request, arrival_s=arrival.at_s)))
             except (OverloadedError, QuotaExceededError) as error:
                 ended[position].refusal = error
             position += 1
-        for output in engine.step():
-            result = ended[int(output.request_id)]
-            result.token_times_s += [runner.now_s] * len(output.token_ids)
-            result.refusal = output.refusal
+        note(engine.step())
         if engine.idle_s:
             upcoming = ended[position].arrival.at_s if position < len(ended) else float("inf")
             runner.now_s = min(runner.now_s + engine.idle_s, max(upcoming, runner.now_s + 1e-6))
