@@ -81,7 +81,7 @@ def _options(question: Question, nearest: LayoutPlan) -> list[str]:
         options.append(f"more chips: {larger}")
     split = question.split(target, nearest.mesh)
     weights = sum(split.parameter_bytes().values())
-    sequences_bytes = question.load.rows(nearest.mesh.data) * split.kv_token_bytes()
+    sequences_bytes = question.load.sequences(nearest.mesh.data) * split.kv_token_bytes()
     context = int((limit - weights) / sequences_bytes) if limit > weights else 0
     if context >= 256:
         options.append(f"less context: {context // 256 * 256:,} tokens for each of {question.load.batch} sequences")

@@ -75,7 +75,7 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
     rows, page_size = load.rows(mesh.data), config.cache.page_size
     table_width = ceil_div(load.context, page_size)
     buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode") for step in STEPS}
-    shape = device_pool_shape(model.spec, layout, num_pages=rows * table_width, page_size=page_size, dtype=execution.kv_dtype)
+    shape = device_pool_shape(model.spec, layout, num_pages=load.sequences(mesh.data) * table_width, page_size=page_size, dtype=execution.kv_dtype)
     attention = choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.values()))
     params, pool, carry = abstract_params(model, layout), abstract_pool(attention, shape, layout), abstract_carry(rows, layout)
     yield {"arrays": {"weights": device_bytes(params), "kv": device_bytes(pool)}, "attention": attention.name, "layers": execution.layers}

@@ -154,7 +154,7 @@ class Question:
         """Of the pool that the load needs, on one device."""
         page_size = self.config.cache.page_size
         slots = ceil_div(self.load.context, page_size) * page_size
-        return self.load.rows(split.mesh.data) * slots * split.kv_token_bytes()
+        return self.load.sequences(split.mesh.data) * slots * split.kv_token_bytes()
 
 
 def plan_layouts(

@@ -28,14 +28,22 @@ class Load:
     context: int
     chunk: int
 
+    def sequences(self, num_ranks: int) -> int:
+        """Sequences of the data rank that has most: what is stored, read and computed is theirs."""
+        return ceil_div(self.batch, num_ranks)
+
     def rows(self, num_ranks: int) -> int:
-        """Sequences of a data rank: as many as its part of the batch, and the least that an engine compiles for."""
-        return max(2, ceil_div(self.batch, num_ranks))
+        """Rows of a data rank's bucket: its sequences, and the least that an engine compiles for."""
+        return max(2, self.sequences(num_ranks))
 
     def tokens(self, step: StepKind, num_ranks: int) -> int:
-        """Packed tokens of a data rank's step."""
+        """Packed tokens of a data rank's bucket."""
         rows = self.rows(num_ranks)
         return rows if step == "decode" else max(rows + 1, ceil_div(self.chunk, num_ranks))
+
+    def prompt_tokens(self, step: StepKind, num_ranks: int) -> int:
+        """Tokens of the prompt's chunk in a data rank's step, 0 for none: what the other sequences leave of the budget, at least 2."""
+        return 0 if step == "decode" else max(2, ceil_div(self.chunk, num_ranks) - (self.sequences(num_ranks) - 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

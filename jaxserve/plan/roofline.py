@@ -141,7 +141,7 @@ class Prediction:
 
 
 def step_work(split: Split, load: Load, step: StepKind, *, weight_copy_bytes: float = 0.0, collectives: Sequence[Collective] = ()) -> Work:
-    """What a step does on one device.
+    """What a step does on a device of the data rank that has most to do.
 
     In a decode step every sequence is ``load.context`` long. In a mixed step all but one are, and the rest of the tokens are one prompt's chunk, whose
     tokens see half the context on average and whose keys and values are read once.
@@ -153,12 +153,13 @@ def step_work(split: Split, load: Load, step: StepKind, *, weight_copy_bytes: fl
         weight_copy_bytes: Written into copies of weights (``traffic.Traffic``).
         collectives: Of the compiled step.
     """
-    rows, tokens = load.rows(split.mesh.data), load.tokens(step, split.mesh.data)
-    decodes = rows if step == "decode" else rows - 1
-    return rank_work(
-        split, decodes=decodes, context=load.context, prompt=tokens - decodes, prompt_context=load.context,
+    ranks = split.mesh.data
+    prompt = load.prompt_tokens(step, ranks)
+    work = rank_work(
+        split, decodes=load.sequences(ranks) - (prompt > 0), context=load.context, prompt=prompt, prompt_context=load.context,
         weight_copy_bytes=weight_copy_bytes, collectives=collectives,
     )  # fmt: skip
+    return work if prompt else dataclasses.replace(work, tokens=load.batch, sequences=load.batch)  # not every rank has as many as the fullest
 
 
 def rank_work(

@@ -58,6 +58,30 @@ def test_flops_are_two_a_weight_and_token():
     assert halves.flops == pytest.approx(work.flops / 2, rel=0.001)
 
 
+def test_padding_rows_are_no_sequences() -> None:
+    """One sequence runs in a bucket of two rows, and holds, reads and yields the tokens of one."""
+    one = Load(batch=1, context=4096, chunk=2048)
+    work = step_work(split(MeshShape(1, 8)), one, "decode")
+    assert (one.rows(1), one.tokens("decode", 1)) == (2, 2)
+    assert work.kv_bytes == 4097 * 40_960
+    weights = 70.55e9 - 128256 * 8192  # all but the embedding table
+    assert work.flops == pytest.approx((2 * weights + 4 * 64 * 128 * 80 * 4096) / 8, rel=0.002)
+    predicted = predict(work, V6E, num_chips=8, dtype="bfloat16")
+    assert predicted.tokens_per_s == pytest.approx(1e3 / predicted.step_ms)
+    mixed = step_work(split(MeshShape(1, 8)), one, "mixed")
+    assert (mixed.tokens, mixed.kv_bytes) == (2048, (4096 + 2048) * 40_960)
+
+
+def test_ranks_that_do_not_share_evenly() -> None:
+    """Ten sequences on four ranks: the fullest has three, and a step yields ten tokens."""
+    ten = Load(batch=10, context=4096, chunk=2048)
+    work = step_work(split(MeshShape(4, 2)), ten, "decode")
+    assert work.kv_bytes == 3 * 4097 * 4 * 40_960
+    assert (work.tokens, work.sequences) == (10, 10)
+    mixed = step_work(split(MeshShape(4, 2)), ten, "mixed")
+    assert mixed.tokens == 2048 and mixed.kv_bytes == (2 * 4096 + 4096 + 512) * 4 * 40_960
+
+
 def test_windows_bound_what_is_read():
     spec = open_spec("llama-3.1-8b")[1]
     windowed = split(MeshShape(), "llama-3.1-8b")
