@@ -17,6 +17,7 @@ from jaxserve.cli.progress import progress_bars
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging
+from jaxserve.output_files import require_folder
 from jaxserve.platform import choose_platform
 
 _WIDTH = 400
@@ -91,6 +92,7 @@ def plan(
     from jaxserve.plan.target import parse_target
     from jaxserve.plots import require_matplotlib
 
+    require_folder("--html", html)
     if html is not None:
         require_matplotlib()
     seen: Measured = {} if measured is None else read_measured(measured)
@@ -115,8 +117,6 @@ def plan(
     misfits = what_would_fit(question, plans)
     remarks = [*report.reasons(plans, best), *comparisons(plans, seen)]
     budgets = [make_budget(question, one) if budget and one.status != "refused" else [] for one in plans]
-    if html is not None:
-        write_page(html, question, plans, best, [*misfits, *remarks])
     if as_json:
         shown = report.as_json(plans, best, seen)
         if budget:
@@ -133,5 +133,7 @@ def plan(
                 emit("\n" + format_budget(lines, f"{one.target} {one.mesh}, memory of one device"))
     for line in misfits:
         print(line, file=sys.stderr)
+    if html is not None:
+        write_page(html, question, plans, best, [*misfits, *remarks])
     if not any(one.fits for one in plans):
         raise typer.Exit(1)

@@ -30,7 +30,7 @@ def find_hosts(config: DistributedConfig, environment: Mapping[str, str] = os.en
     hosts, index = config.hosts, config.host_index
     if not hosts and environment.get("JAX_PLATFORMS", "").split(",")[0] == "tpu":
         hosts, worker = _tpu_hosts(environment)
-        index = worker if index is None else index
+        index = worker if index is None and len(hosts) > 1 else index  # a single host has a number too
     if len(hosts) < 2 and index is None:
         return hosts, 0
     if not hosts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -142,10 +143,14 @@ def _plot(experiment: Experiment, results: Sequence[Result], folder: Path) -> li
     series = list(dict.fromkeys(label_of(result.settings, others) for result in done)) if others else [""]
     names: list[str] = []
     for metric in PLOTTED:
-        values = {(show(result.settings.get(first, "")), label_of(result.settings, others) if others else ""): result.metrics.get(metric) for result in done}
+        values = {
+            (show(result.settings.get(first, "")), label_of(result.settings, others) if others else ""): value
+            for result in done
+            if (value := result.metrics.get(metric)) is not None
+        }
         if not any(values.values()):
             continue
-        drawn_series = [plots.Series(label, range(len(places)), [values.get((place, label)) or 0.0 for place in places]) for label in series]
+        drawn_series = [plots.Series(label, range(len(places)), [values.get((place, label), math.nan) for place in places]) for label in series]
         with plots.figure(width=max(5.0, 0.3 * len(places) * len(series) + 2), height=3.6) as (drawn, (axes,)):
             plots.bars(axes, places, drawn_series, title=experiment.title, y=COLUMNS[metric])
             cast(Any, axes).set_xlabel(first)

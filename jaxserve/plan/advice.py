@@ -10,6 +10,7 @@ from jaxserve.mesh_shape import MeshShape
 from jaxserve.plan.planner import LayoutPlan, Question
 from jaxserve.plan.roofline import Split
 from jaxserve.plan.target import Target
+from jaxserve.plan.units import format_bytes
 
 _SPARE = 0.97
 """Share of the memory that weights and pool may take when a size is only calculated: temporaries need the rest."""
@@ -65,8 +66,8 @@ def what_would_fit(question: Question, plans: Sequence[LayoutPlan]) -> list[str]
         nearest = min(large, key=lambda plan: plan.weight_bytes + plan.kv_bytes)
         needs, usable, load = nearest.weight_bytes + nearest.kv_bytes, target.chip.usable_bytes, question.load
         lines.append(
-            f"{question.name} fits on no layout of {target}: {nearest.mesh} comes nearest and needs {_gb(needs)} a device for weights and "
-            f"{load.batch} x {load.context} tokens, {_gb(max(needs - usable, nearest.missing_bytes))} more than there is ({_gb(usable)})"
+            f"{question.name} fits on no layout of {target}: {nearest.mesh} comes nearest and needs {format_bytes(needs)} a device for weights and "
+            f"{load.batch} x {load.context} tokens, {format_bytes(max(needs - usable, nearest.missing_bytes))} more than there is ({format_bytes(usable)})"
         )
         options = _options(question, nearest)
         lines.append(f"  what would fit (calculated, not compiled): {'; '.join(options) if options else 'nothing that jaxserve knows of'}")
@@ -107,7 +108,3 @@ def _try_split(question: Question, target: Target, mesh: MeshShape) -> Split | N
         return question.split(target, mesh)
     except ConfigError:
         return None
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"

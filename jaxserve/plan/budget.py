@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jaxserve.engine.kv_cache import ACCELERATOR_MEMORY_FRACTION
 from jaxserve.plan.planner import LayoutPlan, Question
 from jaxserve.plan.roofline import Split
+from jaxserve.plan.units import format_bytes
 
 CONTEXTS = (4096, 16_384, 131_072)
 """Lengths for which requests are counted."""
@@ -100,9 +101,4 @@ def format_budget(lines: Sequence[Line], title: str) -> str:
 
 
 def _figure(value: float, unit: str) -> str:
-    if unit != "bytes":
-        return f"{value:,.0f}"
-    for size, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= size:
-            return f"{value / size:,.2f} {name}"
-    return f"{value:.0f} B"
+    return format_bytes(value, digits=2) if unit == "bytes" else f"{value:,.0f}"

@@ -15,6 +15,7 @@ from jaxserve.plan.measured import Measured
 from jaxserve.plan.planner import LayoutPlan, StepPlan
 from jaxserve.plan.request import STEPS, Load
 from jaxserve.plan.traffic import Collective
+from jaxserve.plan.units import format_bytes
 
 GIB = 2**30
 LEFT_COLUMNS = (0, 1, 4, 8)
@@ -162,11 +163,4 @@ def _verdict(plan: LayoutPlan) -> str:
 
 
 def _collectives(items: Sequence[Collective]) -> str:
-    return ", ".join(f"{item.axis}: {item.count} {item.kind} {_size(item.bytes)}" for item in items)
-
-
-def _size(num_bytes: int) -> str:
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"
+    return ", ".join(f"{item.axis}: {item.count} {item.kind} {format_bytes(item.bytes)}" for item in items)

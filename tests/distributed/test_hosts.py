@@ -33,6 +33,7 @@ THIS = socket.gethostname()
         ({"host_index": 3}, ON_TPU | FOUR, (("t-0", "t-1", "t-2", "t-3"), 3)),
         ({}, ON_TPU | {"TPU_WORKER_HOSTNAMES": f"a,{THIS}"}, (("a", THIS), 1)),
         ({}, ON_TPU | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, (("localhost",), 0)),
+        ({}, ON_TPU | {"TPU_WORKER_ID": "0"}, ((), 0)),
         ({}, FOUR | {"JAX_PLATFORMS": "cpu"}, ((), 0)),
         ({}, FOUR, ((), 0)),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from jaxserve import plots
 from jaxserve.errors import ConfigError
 from jaxserve.experiments.cell import run_cell
 from jaxserve.experiments.compare import compare
@@ -108,6 +111,16 @@ def test_what_is_written(tmp_path: Path, experiment: Experiment) -> None:
     assert record["config"]["cache"]["page_size"] == 8
     assert record["metrics"] == {"output_tokens_per_s": 80.0}
     assert {"revision", "settings", "started", "status", "mesh"} <= record.keys()
+
+
+def test_a_plot_leaves_a_gap_where_a_cell_has_no_figure(tmp_path: Path, experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    run_sweep(experiment, Results(tmp_path), Fake(fails=16))
+    drawn: list[float] = []
+    monkeypatch.setattr(plots, "bars", lambda axes, places, series, **_: drawn.extend(series[0].y))
+    results = read_results(tmp_path)
+    write_summary(experiment, [*results[:4], dataclasses.replace(results[4], metrics={}), *results[5:]], tmp_path)
+    assert drawn[0] == 80.0 and math.isnan(drawn[1]) and len(drawn) == 2
 
 
 def test_predicted_stands_beside_measured(experiment: Experiment) -> None:

@@ -113,13 +113,19 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_fit():
     result = run(MODEL, "--on", "v6e:2x2", "--json")
     assert result.exit_code == 1
     assert [one["fits"] for one in json.loads(result.stdout)["layouts"]] == [False] * 3
-    assert "fits on no layout of v6e:2x2: data=1,model=4 comes nearest and needs 56.8 GB" in result.stderr
-    assert "23.2 GB more than there is (33.5 GB)" in result.stderr
+    assert "fits on no layout of v6e:2x2: data=1,model=4 comes nearest and needs 52.9 GiB" in result.stderr
+    assert "21.6 GiB more than there is (31.2 GiB)" in result.stderr
     assert "more chips: v6e:2x4" in result.stderr
     little = run("llama-3.1-8b", "--on", "v5e:1x1", "--batch", "2", "--context", "16384")
     assert little.exit_code == 1 and "weights of 8 bits" in little.stderr
     long = run("llama-3.1-8b", "--on", "h200:1", "--context", "131072")
     assert "less context: " in long.stderr
+
+
+def test_a_page_without_a_folder_is_refused_before_anything_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(planner, "rows_of", None)
+    result = run(MODEL, "--on", "h200:8", "--html", str(tmp_path / "none" / "plan.html"))
+    assert isinstance(result.exception, ConfigError) and "there is no folder" in str(result.exception)
 
 
 def test_a_page_is_self_contained(tmp_path):
