@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class PagePool:
@@ -14,6 +14,9 @@ class PagePool:
     Args:
         num_pages: Pages of the pool; may be 0.
         page_size: Slots (tokens) of one page, ``>= 1``.
+
+    Attributes:
+        on_idle: Told each page that becomes idle; belongs to the prefix cache of the pool.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -24,6 +27,7 @@ class PagePool:
         self._num_holders = [0] * num_pages
         self._is_cached = bytearray(num_pages)
         self._num_idle = 0
+        self.on_idle: Callable[[int], None] = lambda _: None
 
     @property
     def num_free(self) -> int:
@@ -86,6 +90,7 @@ class PagePool:
             if self._num_holders[page_id] == 0:
                 if self._is_cached[page_id]:
                     self._num_idle += 1
+                    self.on_idle(page_id)
                 else:
                     self._free.append(page_id)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -139,6 +141,34 @@ class TestEviction:
         assert set(cache.cached_page_ids()) == {*kept, *late}
         cache.evict(1)
         assert set(cache.cached_page_ids()) == set(late) and other
+
+    def test_the_work_does_not_grow_with_the_pages_that_are_held(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool, cache = make_cache(kind, num_pages=2000)
+        idle = [store(pool, cache, [1000 + i, *range(19)], now_s=2.0) for i in range(200)]
+        held: list[list[int]] = []
+        for i in range(200):  # older than all that is idle
+            page_ids = pool.allocate(5) or []
+            cache.insert(path([i, *range(19)]), page_ids, 1.0, release=False)
+            held.append(page_ids)
+        for page_ids in idle[:100]:
+            pool.share(page_ids)  # these are held again, and stand first among those that were idle
+        num_pops = 0
+
+        def counted(heap: list[Any]) -> Any:
+            nonlocal num_pops
+            num_pops += 1
+            return heapq.heappop(heap)
+
+        monkeypatch.setattr("jaxserve.engine.prefix_cache.lru.heappop", counted)
+        for _ in range(300):
+            cache.evict(1)
+        assert num_pops <= 300 + 5 * 100
+        check(pool, cache, *held, *idle[:100])
+        for page_ids in held:
+            pool.release(page_ids)
+        cache.evict(5 * 200)  # those that are idle again are the oldest
+        assert set(cache.cached_page_ids()).isdisjoint(page_id for page_ids in held for page_id in page_ids)
+        check(pool, cache, *idle[:100])
 
     def test_no_trace_is_left_of_what_is_gone(self, kind: str) -> None:
         pool, cache = make_cache(kind)

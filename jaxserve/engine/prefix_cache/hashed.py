@@ -46,6 +46,7 @@ class HashedPrefixCache:
         self._secret = os.urandom(32) if secret is None else secret
         self._blocks: dict[bytes, _Block] = {}
         self._order: EvictionOrder[_Block] = EvictionOrder()
+        pool.on_idle = self._order.unpark
 
     def match(self, path: CachePath, max_tokens: int) -> Match:
         page_size = self._pool.page_size
@@ -76,26 +77,23 @@ class HashedPrefixCache:
             if block is None:
                 self._pool.mark_cached(page_id)
                 self._blocks[digest] = block = _Block(digest, page_id, last_use)
-                self._order.push(block)
+                self._order.park(block, page_id)
             elif block.page_id != page_id and not release:
                 break
             else:
                 block.last_use = max(block.last_use, last_use)
 
     def evict(self, num_pages: int) -> None:
-        held: list[_Block] = []
         while num_pages > 0:
             block = self._order.pop()
             assert block is not None, "an idle page is in no block"
             if self._pool.is_held(block.page_id):
-                held.append(block)
+                self._order.park(block, block.page_id)
                 continue
             del self._blocks[block.digest]
             self._pool.unmark_cached(block.page_id)
             self.num_evicted += 1
             num_pages -= 1
-        for block in held:
-            self._order.push(block)
 
     def clear(self) -> None:
         for page_id in self.cached_page_ids():
@@ -108,7 +106,8 @@ class HashedPrefixCache:
 
     def check_integrity(self) -> None:
         for digest, block in self._blocks.items():
-            assert block.digest == digest and block.is_queued
+            is_parked = self._pool.is_held(block.page_id) and self._order.is_parked(block, block.page_id)
+            assert block.digest == digest and block.is_queued != is_parked
 
     def _digests(self, path: CachePath, num_pages: int) -> list[bytes]:
         """Digests of a sequence's first pages."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
+from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 LastUse = tuple[float, int, int]
@@ -26,10 +26,14 @@ E = TypeVar("E", bound=Evictable)
 
 
 class EvictionOrder(Generic[E]):
-    """Entries by last use. Using one costs nothing here: its old entry is corrected when it comes to the front."""
+    """Items by last use. Using one costs nothing here: its old entry is corrected when it comes to the front.
+
+    Items that are held are parked beside it, so that taking one out costs the same however many those are.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[LastUse, int, E]] = []
+        self._parked: dict[int, E] = {}
         self._entries = itertools.count()
         self._uses = itertools.count()
 
@@ -41,12 +45,25 @@ class EvictionOrder(Generic[E]):
         """Adds an item, unless it is there."""
         if not item.is_queued:
             item.is_queued = True
-            heapq.heappush(self._heap, (item.last_use, next(self._entries), item))
+            heappush(self._heap, (item.last_use, next(self._entries), item))
+
+    def park(self, item: E, page_id: int) -> None:
+        """Adds an item as soon as nobody holds one of its pages, which is held now."""
+        self._parked[page_id] = item
+
+    def unpark(self, page_id: int) -> None:
+        """Told that nobody holds a page any more."""
+        item = self._parked.pop(page_id, None)
+        if item is not None:
+            self.push(item)
+
+    def is_parked(self, item: E, page_id: int) -> bool:
+        return self._parked.get(page_id) is item
 
     def pop(self) -> E | None:
         """Takes out the item used least recently; ``None`` when there is none."""
         while self._heap:
-            last_use, _, item = heapq.heappop(self._heap)
+            last_use, _, item = heappop(self._heap)
             item.is_queued = False
             if item.last_use == last_use:
                 return item
@@ -55,3 +72,4 @@ class EvictionOrder(Generic[E]):
 
     def clear(self) -> None:
         self._heap.clear()
+        self._parked.clear()

@@ -52,6 +52,7 @@ class RadixPrefixCache:
         self._pool = pool
         self._roots: dict[bytes, _Node] = {}
         self._order: EvictionOrder[_Node] = EvictionOrder()
+        pool.on_idle = self._order.unpark
 
     def match(self, path: CachePath, max_tokens: int) -> Match:
         page_size, token_ids = self._pool.page_size, path.token_ids
@@ -93,10 +94,11 @@ class RadixPrefixCache:
             node.page_ids += new_page_ids
             node.token_ids += new_token_ids
         else:
-            self._attach(node, _Node(node, new_token_ids, new_page_ids, last_use))
+            parent, node = node, _Node(node, new_token_ids, new_page_ids, last_use)
+            self._attach(parent, node)
+        self._order.park(node, page_ids[-1])
 
     def evict(self, num_pages: int) -> None:
-        held: list[_Node] = []
         while num_pages > 0:
             node = self._order.pop()
             assert node is not None, "an idle page is not at the end of a branch"
@@ -113,11 +115,9 @@ class RadixPrefixCache:
                 continue
             del node.token_ids[len(node.page_ids) * self._pool.page_size :]
             if num_left:  # the rest of it is held
-                held.append(node)
+                self._order.park(node, node.page_ids[-1])
             else:
                 self._order.push(node)
-        for node in held:
-            self._order.push(node)
 
     def clear(self) -> None:
         for page_id in self.cached_page_ids():
@@ -136,7 +136,9 @@ class RadixPrefixCache:
             if node.parent is None:
                 assert self._roots[node.namespace] is node and node.children and not node.page_ids
             else:
-                assert node.page_ids and (node.children or node.is_queued), "a leaf that is never evicted"
+                assert node.page_ids
+                is_parked = self._pool.is_held(node.page_ids[-1]) and self._order.is_parked(node, node.page_ids[-1])
+                assert node.children or node.is_queued or is_parked, "a leaf that is never evicted"
             held = [self._pool.is_held(page_id) for page_id in node.page_ids]
             assert held == sorted(held, reverse=True), "a page is held, one before it is not"
             for key, child in node.children.items():
@@ -218,8 +220,6 @@ class RadixPrefixCache:
         node.parent = parent
         parent.children[key] = node
         bisect.insort(parent.branches, key)
-        if not node.children:
-            self._order.push(node)
 
     def _remove(self, node: _Node) -> None:
         """Takes a leaf without pages away; its parent may be a leaf now."""
