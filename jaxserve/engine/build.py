@@ -12,6 +12,7 @@ import jax
 
 from jaxserve.config import Config
 from jaxserve.engine.compiled_folder import CompiledFolder, compile_program, live_facts, spec_sha256
+from jaxserve.engine.cpu_threads import bind_compute_threads
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.execution import choose_execution
 from jaxserve.engine.kv_cache import PoolPlan, num_host_pages
@@ -91,6 +92,8 @@ def build_runner(config: Config, processes: Processes = ONE_PROCESS, *, progress
     processes.agree({"the model": spec_sha256(spec)[:12], "layers": execution.layers, "attention": plan.attention.name, "pages": plan.shape.num_pages})
     logger.info("%s, mesh %s: jax %s, layers: %s, attention: %s", device.device_kind, mesh_shape, jax.__version__, execution.layers, plan.attention.name)
     _log_what_fits(params, plan, max_model_len)
+    if is_cpu and config.engine.bind_threads and (processors := bind_compute_threads()):
+        logger.info("bound %d compute threads to a processor each: %s", len(processors), ", ".join(map(str, processors)))
     with contextlib.nullcontext() if folder is None else folder.in_use():
         runner = DeviceRunner(
             model, params, plan, buckets,
