@@ -161,7 +161,6 @@ def watch_engine(engine: Engine) -> Stopwatch:
     stopwatch.watch(runner._builder, "build", "build")
     stopwatch.watch(scheduler, "update", "update")
     stopwatch.watch(engine, "_process", "output")
-    stopwatch.watch(engine, "_check_if_idle", "output")
     dispatch = runner.dispatch
 
     def watched_dispatch(schedule: Schedule) -> Any:
