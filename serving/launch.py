@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -23,14 +25,15 @@ from jaxserve.serving.http_api.app import create_app
 from jaxserve.serving.metrics import Responses
 from jaxserve.serving.observers import Observers
 from jaxserve.serving.ports import listen
+from jaxserve.serving.service import InferenceService
 
 logger = logging.getLogger(__name__)
 
 STATE_POLL_S = 0.25
 KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection in their pools: the side that closes first should be theirs."""
-CLOSING_GRACE_S = 2.0
-"""For answers that are finished but not yet written when the drain is over."""
+LEAST_CLOSING_S = 2.0
+"""For answers that are finished but not yet read, where the drain has left no more time."""
 SECOND_SIGNAL_STATUS = 130
 
 
@@ -56,10 +59,10 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
             contextlib.closing(listen(config.server.host, config.server.port, key="server.port", flag="--port")) as http_socket,
         ):
             engine.on_end(observers)
-            responses = Responses()
-            grpc_server = GrpcServer(engine, config, responses) if config.server.grpc_port is not None else None
+            service, responses = InferenceService(engine, config), Responses()
+            grpc_server = GrpcServer(service, responses) if config.server.grpc_port is not None else None
             with _stop_on_signal() as stop:
-                await _serve_bound(create_app(engine, config, responses), config, engine, http_socket, grpc_server, stop)
+                await _serve_bound(create_app(service, responses), service, http_socket, grpc_server, stop)
         still_starting = engine.state == "starting"
     finally:
         engine.close()
@@ -70,28 +73,19 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
         os._exit(0)  # a compilation cannot be interrupted, and its threads would hold the process for minutes
 
 
-async def _serve_bound(
-    app: ASGIApp, config: Config, engine: ServedEngine, http_socket: socket.socket, grpc_server: GrpcServer | None, stop: asyncio.Event
-) -> None:
+async def _serve_bound(app: ASGIApp, service: InferenceService, http_socket: socket.socket, grpc_server: GrpcServer | None, stop: asyncio.Event) -> None:
+    engine, drain_timeout_s = service.engine, service.config.server.drain_timeout_s
     http_server = _HttpServer(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(CLOSING_GRACE_S),
-        )
+        uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S)
     )
+    closing_s = LEAST_CLOSING_S
     engine.start()
     if grpc_server is not None:
         await grpc_server.start()
     tasks = {
         "http": asyncio.create_task(http_server.serve(sockets=[http_socket])),
         "stop": asyncio.create_task(stop.wait()),
-        "ready": asyncio.create_task(_announce(config, engine, http_socket, grpc_server)),
+        "ready": asyncio.create_task(_announce(service, http_socket, grpc_server)),
     }
     try:
         pending = set(tasks.values())
@@ -105,44 +99,48 @@ async def _serve_bound(
         if grpc_server is not None:
             await grpc_server.set_serving(False)
         if engine.state == "ready":
-            logger.info("draining: running requests have %g s; a second signal ends the process at once", config.server.drain_timeout_s)
-            await engine.drain(config.server.drain_timeout_s)
+            logger.info("draining: running requests have %g s; a second signal ends the process at once", drain_timeout_s)
+            start_s = time.monotonic()
+            await engine.drain(drain_timeout_s)
+            closing_s = max(closing_s, drain_timeout_s - (time.monotonic() - start_s))  # what has ended may still be read
     finally:
         tasks["ready"].cancel()
         tasks["stop"].cancel()
+        http_server.config.timeout_graceful_shutdown = math.ceil(closing_s)
         http_server.should_exit = True
         if grpc_server is not None:
-            await grpc_server.stop(CLOSING_GRACE_S)
+            await grpc_server.stop(closing_s)
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _announce(config: Config, engine: ServedEngine, http_socket: socket.socket, grpc_server: GrpcServer | None) -> None:
+async def _announce(service: InferenceService, http_socket: socket.socket, grpc_server: GrpcServer | None) -> None:
     """Waits for the engine, says so, then keeps gRPC's health equal to its state."""
+    engine = service.engine
     await engine.wait_ready()
     port = http_socket.getsockname()[1]
-    where = f"HTTP on {_url(config.server.host, port)}" + (f", gRPC on port {grpc_server.port}" if grpc_server is not None else "")
-    print(f"ready: {config.server.served_model_name or engine.model_name}, {where}", file=sys.stderr)
-    print(curl_line(config, engine, port, show_key=sys.stderr.isatty()), file=sys.stderr, flush=True)
+    where = f"HTTP on {_url(service.config.server.host, port)}" + (f", gRPC on port {grpc_server.port}" if grpc_server is not None else "")
+    print(f"ready: {service.model_name}, {where}", file=sys.stderr)
+    print(curl_line(service, port, show_key=sys.stderr.isatty()), file=sys.stderr, flush=True)
     while grpc_server is not None:
         await grpc_server.set_serving(engine.state == "ready")
         await asyncio.sleep(STATE_POLL_S)
 
 
-def curl_line(config: Config, engine: ServedEngine, port: int, *, show_key: bool) -> str:
+def curl_line(service: InferenceService, port: int, *, show_key: bool) -> str:
     """A shell command that asks the served model something: a chat where it has a template, else a completion.
 
     A key is written out only where ``show_key``, for a terminal; in what may be a log file the shell is to put in ``$JAXSERVE_API_KEY``.
     """
-    body: dict[str, object] = {"model": config.server.served_model_name or engine.model_name}
-    if engine.tokenizer.chat_template is not None:
+    body: dict[str, object] = {"model": service.model_name}
+    if service.engine.tokenizer.chat_template is not None:
         path = "/v1/chat/completions"
         body |= {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     else:
         path = "/v1/completions"
         body |= {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
-    parts = ["curl", "-s", _url(config.server.host, port) + path, "-H", "Content-Type: application/json"]
+    parts = ["curl", "-s", _url(service.config.server.host, port) + path, "-H", "Content-Type: application/json"]
     line = shlex.join(parts)
-    if keys := [*config.read_tenants().by_key]:
+    if keys := [*service.tenants.by_key]:
         line += " -H " + (shlex.quote(f"Authorization: Bearer {keys[0]}") if show_key else '"Authorization: Bearer $JAXSERVE_API_KEY"')
     return f"{line} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
 

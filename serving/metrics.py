@@ -95,11 +95,16 @@ NUMBERS = (
     ),
     Number(CounterMetricFamily, "jaxserve_prefix_cache_miss_tokens", "Prompt tokens not found there.", lambda s: s.prefix_miss_tokens),
     Number(
+        CounterMetricFamily, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_hit_tokens + s.prefix_miss_tokens,
+    ),
+    Number(
         GaugeMetricFamily, "jaxserve_prefix_cache_hit_rate", "Share of prompt tokens found in the prefix cache since the start.",
         lambda s: _share(s.prefix_hit_tokens, s.prefix_hit_tokens + s.prefix_miss_tokens),
     ),
     Number(
-        GaugeMetricFamily, "jaxserve_prefix_cache_size_bytes", "Bytes on one device that the prefix cache keeps, whether requests hold them too or not.",
+        GaugeMetricFamily, "jaxserve_prefix_cache_size_bytes",
+        "Bytes that the prefix cache keeps, whether requests hold them too or not: on one device, or of several data ranks on one device of each, together.",
         lambda s: s.num_cached_pages * s.page_bytes,
     ),
     Number(CounterMetricFamily, "jaxserve_prefix_cache_evictions", "Cached pages given up for others.", lambda s: s.num_evicted_pages),
@@ -109,10 +114,6 @@ NUMBERS = (
     Number(CounterMetricFamily, "jaxserve_late_compiles", "Those that held up requests although all should have been ready.", lambda s: s.num_late_compiles),
 )  # fmt: skip
 
-VLLM_QUERIES = Number(
-    CounterMetricFamily, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_hit_tokens + s.prefix_miss_tokens
-)
-
 DISTRIBUTIONS = (
     Distribution("jaxserve_queue_seconds", "From arrival to the first step.", lambda m: m.queue_s, ("vllm:request_queue_time_seconds",)),
     Distribution("jaxserve_prefill_seconds", "From the first step to the first token.", lambda m: m.prefill_s, ("vllm:request_prefill_time_seconds",)),
@@ -120,14 +121,14 @@ DISTRIBUTIONS = (
         "jaxserve_time_to_first_token_seconds", "TTFT: from arrival to the first token.", lambda m: m.first_token_s, ("vllm:time_to_first_token_seconds",)
     ),
     Distribution(
-        "jaxserve_inter_token_latency_seconds", "ITL: from one token of a request to the next.",
+        "jaxserve_inter_token_latency_seconds", "ITL: from one token of a request to the next, pauses for a slow reader aside.",
         lambda m: m.inter_token_s, ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
     ),
     Distribution(
-        "jaxserve_time_per_output_token_seconds", "TPOT: from the first token to the last, divided by the tokens after the first.",
+        "jaxserve_time_per_output_token_seconds", "TPOT: from the first token to the last, divided by the tokens after the first, pauses aside.",
         lambda m: m.per_token_s, ("vllm:request_time_per_output_token_seconds",),
     ),
-    Distribution("jaxserve_decode_seconds", "From the first token to the last.", lambda m: m.decode_s, ("vllm:request_decode_time_seconds",)),
+    Distribution("jaxserve_decode_seconds", "From the first token to the last, pauses aside.", lambda m: m.decode_s, ("vllm:request_decode_time_seconds",)),
     Distribution("jaxserve_request_prompt_tokens", "Prompt tokens of a request.", lambda m: m.prompt_tokens, ("vllm:request_prompt_tokens",)),
     Distribution("jaxserve_request_generated_tokens", "Tokens that a request generated.", lambda m: m.generated_tokens, ("vllm:request_generation_tokens",)),
     Distribution("jaxserve_step_seconds", "A step: scheduling, device and output together.", lambda m: m.step_s),
@@ -213,7 +214,7 @@ def _engine_families(service: InferenceService, stats: EngineStats, measured: Me
     pool = InfoMetricFamily("vllm:cache_config", "The KV pool in vLLM's words.")
     pool.add_metric((), {"model_name": name, "block_size": str(config.cache.page_size), "num_gpu_blocks": str(stats.num_pages)})
     yield pool
-    for number in (*NUMBERS, VLLM_QUERIES):
+    for number in NUMBERS:
         yield _number(number.kind, number.name, number.help, name, number.value(stats))
         if number.vllm is not None:
             yield _number(number.kind, number.vllm, number.help, name, number.value(stats))

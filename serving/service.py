@@ -43,6 +43,9 @@ class InferenceService:
     Args:
         engine: May still be starting; every method that needs it ready says so by ``EngineNotReadyError``.
         config: The resolved configuration.
+
+    Attributes:
+        tenants: Of the configuration.
     """
 
     def __init__(self, engine: ServedEngine, config: Config) -> None:
@@ -50,7 +53,7 @@ class InferenceService:
         self.config = config
         self.version = __version__
         self.started_s = int(time.time())
-        self._tenants_by_key = config.read_tenants().by_key
+        self.tenants = config.read_tenants()
 
     @property
     def model_name(self) -> str:
@@ -103,7 +106,7 @@ class InferenceService:
 
     def tenant_of(self, authorization: bytes) -> str:
         """Whose key an ``Authorization: Bearer KEY`` is; see ``require_key``."""
-        return require_key(authorization, self._tenants_by_key)
+        return require_key(authorization, self.tenants.by_key)
 
     def request_options(self, given: Mapping[str, Any], tenant: str, traceparent: str | None) -> RequestOptions:
         """How a request is to be treated.
@@ -213,6 +216,34 @@ class InferenceService:
         if limit != -1 and limit < 1:
             raise InvalidRequestError(f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {limit}", param="truncate_prompt_tokens")
         return token_ids[-(limit if limit != -1 else max(1, max_model_len - num_new_tokens)) :]
+
+    def check_together(self, requests: Sequence[Request]) -> None:
+        """Refuses requests of one call that could not run side by side even if they were alone: one by one they would be told to try again, for ever.
+
+        Args:
+            requests: Of one tenant, each with a ``max_tokens``.
+
+        Raises:
+            InvalidRequestError: They are more than a limit; the message has the numbers.
+        """
+        num_requests = len(requests)
+        if num_requests == 1:
+            return
+        limits, scheduler, num_slots = self.tenants.of(requests[0].options.tenant), self.config.scheduler, self.engine.stats().max_num_seqs
+        num_tokens = sum(len(request.prompt_token_ids) + (request.params.max_tokens or 0) for request in requests)
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests) if num_requests > num_slots else 0
+        for wanted, allowed, what, setting in (
+            (num_requests, limits.max_requests, "requests in flight", "tenants.max_requests"),
+            (num_tokens, limits.tokens_per_minute, "tokens of prompts and max_tokens", "tenants.tokens_per_minute"),
+            (num_requests - num_slots, scheduler.max_queued_requests, f"requests beyond {num_slots} that run", "scheduler.max_queued_requests"),
+            (num_prompt_tokens, scheduler.max_queued_tokens, f"prompt tokens of more requests than {num_slots} that run", "scheduler.max_queued_tokens"),
+        ):
+            if allowed is not None and wanted > allowed:
+                raise InvalidRequestError(
+                    f"prompt holds {num_requests} prompts, which run as a request each: they are {wanted} {what}, and at most {allowed} are allowed "
+                    f"({setting}). Send them in several calls.",
+                    param="prompt",
+                )
 
     async def run(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs up to the one with a finish reason. Leaving early, by any way, aborts it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -10,14 +10,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnauthenticatedError
-from jaxserve.serving.auth import require_key
-from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
-from jaxserve.serving.grpc_api.servicer import InferenceServicer, metadata_value, parse_or_error
+from jaxserve.serving.grpc_api.servicer import TENANT, InferenceServicer, metadata_value, parse_or_error
 from jaxserve.serving.metrics import Responses
 from jaxserve.serving.ports import listen
 from jaxserve.serving.service import InferenceService
@@ -36,9 +33,8 @@ class GrpcServer:
     health is: load balancers have no key.
 
     Args:
-        engine: May still be starting.
-        config: ``server.host``, ``grpc_port``, ``api_keys`` and ``max_body_bytes`` are read here.
-        responses: Where all APIs of the server count their answers; ``None`` if this is the only one.
+        service: Its engine may still be starting. ``server.host``, ``grpc_port`` and ``max_body_bytes`` of its configuration are read here.
+        responses: Where all APIs of the server count their answers.
 
     Attributes:
         port: The port bound, also where the configuration asked for any free one.
@@ -47,17 +43,17 @@ class GrpcServer:
         ConfigError: The port is in use, or the address cannot be listened on.
     """
 
-    def __init__(self, engine: ServedEngine, config: Config, responses: Responses | None = None) -> None:
-        responses = responses or Responses()
+    def __init__(self, service: InferenceService, responses: Responses) -> None:
+        config = service.config
         options = (
             ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
             ("grpc.max_receive_message_length", config.server.max_body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
         )
-        self._server = grpc.aio.server(interceptors=[_KeyGuard(config.read_tenants().by_key, responses), _Parser()], options=options)
+        self._server = grpc.aio.server(interceptors=[_KeyGuard(service, responses), _Parser()], options=options)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(InferenceService(engine, config), responses), self._server)
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(service, responses), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self.port: int = self._bind(config.server.host, config.server.grpc_port or 0)
@@ -90,10 +86,10 @@ class GrpcServer:
 
 
 class _KeyGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls without an API key, health aside."""
+    """Refuses calls without an API key, health aside, before their message is read; leaves the key's tenant in ``TENANT``."""
 
-    def __init__(self, tenants_by_key: Mapping[str, str], responses: Responses) -> None:
-        self._tenants_by_key = tenants_by_key
+    def __init__(self, service: InferenceService, responses: Responses) -> None:
+        self._service = service
         self._responses = responses
 
     async def intercept_service(
@@ -103,7 +99,7 @@ class _KeyGuard(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             try:
-                require_key(metadata_value(handler_call_details.invocation_metadata, "authorization").encode(), self._tenants_by_key)
+                TENANT.set(self._service.tenant_of(metadata_value(handler_call_details.invocation_metadata, "authorization").encode()))
             except UnauthenticatedError as error:
                 self._responses.count("grpc", "other", "UNAUTHENTICATED")
                 return _refusal(error)

@@ -7,6 +7,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc.aio
@@ -26,6 +27,9 @@ from jaxserve.serving.service import OPTION_FIELDS, SAMPLING_FIELDS, InferenceSe
 MAX_REQUEST_ID_CHARS = 128
 MAX_MESSAGE_CHARS = 1000
 """Clients drop a status whose trailers pass 8 KiB; a character may take nine bytes there. What a chat template says can be of any length."""
+
+TENANT: ContextVar[str] = ContextVar("jaxserve.tenant")
+"""Whose key the call at hand came with. The server's interceptor sets it, in the task that then runs the method."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,9 +54,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             given = _sampling_given(request)
             with client_names({"prompt": request.WhichOneof("input") or "input"}):
                 params = service.sampling_params(given)
-                metadata = context.invocation_metadata()
-                tenant = service.tenant_of(metadata_value(metadata, "authorization").encode())
-                options = service.request_options(_given(request, OPTION_FIELDS), tenant, metadata_value(metadata, "traceparent") or None)
+                traceparent = metadata_value(context.invocation_metadata(), "traceparent") or None
+                options = service.request_options(_given(request, OPTION_FIELDS), TENANT.get(), traceparent)
                 token_ids = await self._prompt(request)
                 truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
                 request_id = _request_id(request.request_id)
@@ -79,8 +82,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             _check_message(request)
             if not request.request_id:
                 raise InvalidRequestError("request_id is required", param="request_id", code="missing_required_parameter")
-            tenant = self._service.tenant_of(metadata_value(context.invocation_metadata(), "authorization").encode())
-            return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id, tenant))
+            return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id, TENANT.get()))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         async with _answering(context, self._responses, "GetModelInfo"):

@@ -9,9 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.config import Config
 from jaxserve.errors import InvalidRequestError, JaxserveError
-from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.http_api import generation
 from jaxserve.serving.http_api.front_door import FrontDoor
 from jaxserve.serving.http_api.json_body import parse_object, read_body
@@ -27,18 +25,15 @@ MAX_PATH_CHARS = 200
 B = TypeVar("B", bound=Body)
 
 
-def create_app(engine: ServedEngine, config: Config, responses: Responses | None = None) -> fastapi.FastAPI:
+def create_app(service: InferenceService, responses: Responses) -> fastapi.FastAPI:
     """Builds the application; it holds no state beyond its arguments.
 
     Args:
-        engine: May still be starting: all but the probes answer 503 until it is ready.
-        config: The resolved configuration.
-        responses: Where all APIs of the server count their answers; ``None`` if this is the only one.
+        service: Its engine may still be starting: all but the probes answer 503 until it is ready.
+        responses: Where all APIs of the server count their answers.
     """
-    responses = responses or Responses()
-    service = InferenceService(engine, config)
     app = fastapi.FastAPI(title="jaxserve", version=service.version, redirect_slashes=False)
-    app.add_middleware(FrontDoor, tenants_by_key=config.read_tenants().by_key, admin_keys=config.server.admin_keys, responses=responses)
+    app.add_middleware(FrontDoor, tenants_by_key=service.tenants.by_key, admin_keys=service.config.server.admin_keys, responses=responses)
     app.add_exception_handler(JaxserveError, _on_jaxserve_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.include_router(_probes(service))

@@ -88,7 +88,9 @@ async def complete(service: InferenceService, http_request: HttpRequest, body: C
         token_ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         request_ids = [answer_id] if len(token_ids) == 1 else [f"{answer_id}-{index}" for index in range(len(token_ids))]
         limits = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "default_max_tokens": DEFAULT_COMPLETION_TOKENS}
-        return [service.make_request(ids, params, request_id, options, **limits) for ids, request_id in zip(token_ids, request_ids, strict=True)]
+        requests = [service.make_request(ids, params, request_id, options, **limits) for ids, request_id in zip(token_ids, request_ids, strict=True)]
+        service.check_together(requests)
+        return requests
 
     return await _answer(service, http_request, body, CompletionForm(), prepare)
 
@@ -158,7 +160,7 @@ async def _chunks(
     service: InferenceService, requests: Sequence[Request], form: AnswerForm, head: dict[str, Any], *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream: an opening, texts and exactly one finish reason per choice, then the usage if asked for, then ``[DONE]``."""
-    prefix = b"data: " + json_bytes(head)[:-1] + b',"choices":['
+    prefix, suffix = b"data: " + json_bytes(head)[:-1] + b',"choices":[', b"]}\n\n"
     unopened = set(range(len(requests)))
     ended: list[RequestOutput] = []
     async with contextlib.aclosing(service.run_all(requests)) as outputs:
@@ -170,15 +172,19 @@ async def _chunks(
                     choices.append(_choice(index, opening))
             if output.text:
                 choices.append(_choice(index, form.delta(output.text)))
+            events = [prefix + json_bytes(choice) + suffix for choice in choices]
             if output.finish_reason is not None:
-                choices.append(_choice(index, form.delta(""), output))
                 ended.append(output)
-            if choices:
-                yield b"".join([prefix + json_bytes(choice) + b"]}\n\n" for choice in choices])
+                events.append(_event(head | {"choices": [_choice(index, form.delta(""), output)]} | _degraded([output])))
+            if events:
+                yield b"".join(events)
     if include_usage:
-        last = {"choices": [], "usage": _usage([output.usage for output in ended])}
-        yield b"data: " + json_bytes(head | last | _degraded(ended)) + b"\n\n"
+        yield _event(head | {"choices": [], "usage": _usage([output.usage for output in ended])})
     yield DONE_EVENT
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json_bytes(data) + b"\n\n"
 
 
 def _choice(index: int, content: dict[str, Any], last: RequestOutput | None = None) -> dict[str, Any]:
@@ -188,7 +194,7 @@ def _choice(index: int, content: dict[str, Any], last: RequestOutput | None = No
 
 
 def _degraded(ended: Iterable[RequestOutput]) -> dict[str, Any]:
-    """A member of the answer that says that the server limited it; none if it did not."""
+    """A member of an answer, or of the chunk that ends a choice, that says that the server limited it; none if it did not."""
     limits = [output.degraded_max_tokens for output in ended if output.degraded_max_tokens is not None]
     return {"degraded": {"max_tokens": min(limits)}} if limits else {}
 

@@ -56,6 +56,7 @@ def expected_text(prompt_token_ids: Sequence[int], num_tokens: int) -> str:
 class FakeStats:
     num_running: int = 0
     num_waiting: int = 0
+    max_num_seqs: int = 4
 
 
 class FakeAsyncEngine:

@@ -16,6 +16,8 @@ import uvicorn
 from jaxserve.config import Config, ServerConfig
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
+from jaxserve.serving.metrics import Responses
+from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import FakeAsyncEngine
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -26,7 +28,7 @@ def server_config(**fields: Any) -> Config:
 
 
 def app_client(engine: Any, config: Config | None = None) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_app(engine, config or server_config()))
+    transport = httpx.ASGITransport(create_app(InferenceService(engine, config or server_config()), Responses()))
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
@@ -53,7 +55,8 @@ def events_of(text: str) -> list[Any]:
 async def http_server(engine: Any, config: Config | None = None) -> AsyncIterator[int]:
     """uvicorn on a real socket; gives the port."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(engine, config or server_config()), log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+        app = create_app(InferenceService(engine, config or server_config()), Responses())
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -66,7 +69,7 @@ async def http_server(engine: Any, config: Config | None = None) -> AsyncIterato
 @contextlib.asynccontextmanager
 async def grpc_server(engine: Any, config: Config | None = None, *, serving: bool = True) -> AsyncIterator[GrpcServer]:
     """A gRPC server on a real socket."""
-    server = GrpcServer(engine, config or server_config())
+    server = GrpcServer(InferenceService(engine, config or server_config()), Responses())
     await server.start()
     await server.set_serving(serving)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -16,9 +17,9 @@ from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from tests.engine_host.fakes import fake_engine
 from tests.engine_host.test_async_engine import SlowRunner
-from tests.serving.servers import grpc_server, http_server, server_config, until
+from tests.serving.servers import events_of, grpc_server, http_server, server_config, until
 
-TENANTS = TenantsConfig(keys=("acme=key-a", "beta=key-b"), limits=("beta.max_requests=1",))
+TENANTS = TenantsConfig(keys=("acme=key-a", "beta=key-b", "gamma=key-c"), limits=("beta.max_requests=1", "gamma.tokens_per_minute=49"))
 LONG = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
 
 
@@ -29,7 +30,7 @@ def with_servers(scheduler: SchedulerConfig, scenario: Callable[[str, pb_grpc.In
         engine = AsyncEngine(lambda: fake_engine(runner, max_position=256, scheduler=scheduler, tenants=TENANTS))
         engine.start()
         await engine.wait_ready()
-        config = Config(server=server_config().server, tenants=TENANTS)
+        config = Config(server=server_config().server, scheduler=scheduler, tenants=TENANTS)
         try:
             async with (
                 http_server(engine, config) as port,
@@ -83,7 +84,7 @@ def test_a_used_up_quota_is_429_and_others_are_served() -> None:
             assert "tenant 'beta': 1 requests are in flight; at most 1" in answer.json()["error"]["message"] and answer.headers["Retry-After"] == "1"
             code, metadata = await grpc_error(stub, "key-b")
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and metadata["error-code"] == "rate_limit_exceeded" and metadata["retry-after"] == "1"
-            for key, status in (("key-a", 200), ("key-c", 401)):
+            for key, status in (("key-a", 200), ("key-x", 401)):
                 assert (await client.post("/v1/completions", json=LONG | {"max_tokens": 2}, headers=auth(key))).status_code == status
             assert (await busy).status_code == 200
 
@@ -109,6 +110,49 @@ def test_a_deadline_is_504_before_the_first_token_and_an_error_event_after_it() 
     with_servers(SchedulerConfig(max_num_seqs=4, max_tokens_per_step=64), scenario)
 
 
+def test_a_deadline_that_passes_in_the_queue_says_when_to_try_again() -> None:
+    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
+            runner.step_s = 0.02
+            busy = asyncio.create_task(client.post("/v1/completions", json=LONG))
+            await until(lambda: engine.stats().num_running == 1)
+            late = [client.post("/v1/completions", json=LONG | {"deadline_ms": 1000, "stream": stream}) for stream in (False, True)]
+            *answers, (code, metadata) = await asyncio.gather(*late, grpc_error(stub, "key-a", deadline_ms=1000))
+            for answer in answers:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+                assert "not begun" in answer.json()["error"]["message"] and int(answer.headers["Retry-After"]) >= 1
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED and int(metadata["retry-after"]) >= 1
+            busy.cancel()
+            await until(lambda: engine.stats().num_running == 0)
+            answer = await client.post("/v1/completions", json=LONG | {"deadline_ms": 500})
+            assert answer.status_code == 504 and "Retry-After" not in answer.headers  # it ran: the queue has nothing to do with it
+
+    with_servers(SchedulerConfig(max_num_seqs=1, max_tokens_per_step=64), scenario)
+
+
+@pytest.mark.parametrize(
+    ("limits", "key", "prompts", "message"),
+    [
+        ({}, "key-b", ["hi"] * 2, r"2 prompts.* 2 requests in flight, and at most 1 are allowed \(tenants\.max_requests\)"),
+        ({}, "key-c", ["hi"] * 5, r"5 prompts.* 50 tokens of prompts and max_tokens, and at most 49 .*tenants\.tokens_per_minute"),
+        ({"max_queued_requests": 3}, "key-a", ["hi"] * 6, r"6 prompts.* 4 requests beyond 2 that run, and at most 3 .*scheduler\.max_queued_requests"),
+        ({"max_queued_tokens": 9}, "key-a", ["hi"] * 5, r"5 prompts.* 10 prompt tokens of more requests than 2 .* at most 9 .*scheduler\.max_queued_tokens"),
+    ],
+)
+def test_a_list_of_prompts_that_no_limit_will_ever_let_in_is_refused(limits: dict[str, int], key: str, prompts: list[str], message: str) -> None:
+    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with httpx.AsyncClient(base_url=url, headers=auth(key), timeout=20) as client:
+            for stream in (False, True):
+                answer = await client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 8, "stream": stream})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, "prompt") and re.search(message, error["message"])
+            assert engine.stats().num_requests == 0
+            answer = await client.post("/v1/completions", json={"prompt": prompts[:-1], "max_tokens": 8})
+            assert answer.status_code == 200
+
+    with_servers(SchedulerConfig(max_num_seqs=2, max_tokens_per_step=64, **limits), scenario)
+
+
 def test_a_limit_under_load_is_visible_in_the_answer() -> None:
     async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
         async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
@@ -122,6 +166,20 @@ def test_a_limit_under_load_is_visible_in_the_answer() -> None:
             assert len(whole) >= 1 and limited
             assert {answer["usage"]["completion_tokens"] for answer in whole} == {20}
             assert {(answer["usage"]["completion_tokens"], answer["degraded"]["max_tokens"]) for answer in limited} == {(3, 3)}
+
+            runner.gate.clear()
+            body = LONG | {"max_tokens": 20, "stream": True}
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(3)]
+            await asyncio.sleep(0.2)
+            options = [None, {"include_usage": True}]
+            streams = [asyncio.create_task(client.post("/v1/completions", json=body | {"stream_options": option})) for option in options]
+            await asyncio.sleep(0.2)
+            runner.gate.set()
+            for stream in streams:
+                chunks = [chunk for chunk in events_of((await stream).text) if chunk != "[DONE]"]
+                (end,) = (chunk for chunk in chunks if "degraded" in chunk)
+                assert end["choices"][0]["finish_reason"] == "length" and end["degraded"] == {"max_tokens": 3}
+            assert [(await task).status_code for task in tasks] == [200] * 3
 
     with_servers(SchedulerConfig(max_num_seqs=1, max_tokens_per_step=64, max_queued_requests=4, degrade_at=0.25, degraded_max_tokens=3), scenario)
 

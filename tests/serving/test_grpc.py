@@ -19,6 +19,8 @@ from jaxserve.request import SamplingParams
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.grpc_api.server import SERVICE_NAME, GrpcServer
+from jaxserve.serving.metrics import Responses
+from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import BOS, EOS, FakeAsyncEngine, expected_text
 from tests.serving.servers import grpc_server, server_config, until
 
@@ -342,6 +344,6 @@ def test_port_in_use() -> None:
     async def run() -> None:
         async with grpc_server(FakeAsyncEngine()) as server:
             with pytest.raises(ConfigError, match=rf"server\.grpc_port.*:{server.port}.*--grpc-port"):
-                GrpcServer(FakeAsyncEngine(), server_config(grpc_port=server.port))
+                GrpcServer(InferenceService(FakeAsyncEngine(), server_config(grpc_port=server.port)), Responses())
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, ModelUnavailableError
+from jaxserve.request import Request, RequestOutput
 from jaxserve.serving.launch import curl_line, serve
+from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import FakeAsyncEngine
-from tests.serving.servers import http_server, server_config, until
+from tests.serving.servers import Raw, http_server, server_config, until
 
 REPOSITORY = Path(__file__).parents[2]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -38,8 +40,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_served(scenario: Callable[[httpx.AsyncClient, grpc.aio.Channel], Awaitable[None]], engine: FakeAsyncEngine, **fields: Any) -> float:
-    """Runs a scenario beside ``serve``, then SIGTERM; returns the seconds from the signal to the end."""
+def run_served(
+    scenario: Callable[[httpx.AsyncClient, grpc.aio.Channel], Awaitable[None]],
+    engine: FakeAsyncEngine,
+    *,
+    wait_for: Sequence[asyncio.Task[Any]] = (),
+    **fields: Any,
+) -> float:
+    """Runs a scenario beside ``serve``, then SIGTERM; returns the seconds from the signal to the end. ``wait_for`` is what the scenario leaves running."""
     config = server_config(**{"port": free_port(), "grpc_port": free_port(), **fields})
 
     async def run() -> float:
@@ -53,7 +61,9 @@ def run_served(scenario: Callable[[httpx.AsyncClient, grpc.aio.Channel], Awaitab
             os.kill(os.getpid(), signal.SIGTERM)
             start = time.monotonic()
             await served
-            return time.monotonic() - start
+            seconds = time.monotonic() - start
+            await asyncio.gather(*wait_for)
+            return seconds
 
     return asyncio.run(run())
 
@@ -136,6 +146,36 @@ def test_requests_that_outlast_the_drain_are_ended() -> None:
     assert answers[0].result().json()["choices"][0]["finish_reason"] == "abort"
 
 
+def test_what_has_ended_can_be_read_as_long_as_the_drain_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is done at once; its client has not begun to read 16 MiB, more than any buffer between the two takes."""
+    monkeypatch.setattr("jaxserve.serving.launch.LEAST_CLOSING_S", 0.0)
+
+    class Done(FakeAsyncEngine):
+        async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+            for index in range(64):
+                yield self._output(request, index + 1, "x" * 2**18, "length" if index == 63 else None)
+
+    readers: list[asyncio.Task[bytes]] = []
+
+    async def scenario(client: httpx.AsyncClient, channel: grpc.aio.Channel) -> None:
+        await until_ready(client)
+        connection = await Raw.post(client.base_url.port or 0, "/v1/completions", {"prompt": "hi", "stream": True})
+        await connection.reader.readuntil(b"\r\n\r\n")
+
+        async def read_late() -> bytes:
+            await asyncio.sleep(0.6)
+            text = await connection.reader.read(-1)
+            await connection.close()
+            return text
+
+        readers.append(asyncio.create_task(read_late()))
+
+    seconds = run_served(scenario, Done(), drain_timeout_s=20.0, wait_for=readers)
+    text = readers[0].result()
+    assert text.count(b"x" * 2**18) == 64 and b"[DONE]" in text
+    assert 0.5 < seconds < 15
+
+
 def test_a_start_that_fails_ends_serve_with_its_error() -> None:
     engine = FakeAsyncEngine(state="starting", start_error=ModelUnavailableError("no such model"))
     with pytest.raises(ModelUnavailableError, match="no such model"):
@@ -180,7 +220,7 @@ def test_http_alone() -> None:
     ],
 )
 def test_curl_line(fields: dict[str, Any], template: str | None, has: list[str], lacks: list[str]) -> None:
-    line = curl_line(server_config(**fields), FakeAsyncEngine(chat_template=template), 80, show_key=True)
+    line = curl_line(InferenceService(FakeAsyncEngine(chat_template=template), server_config(**fields)), 80, show_key=True)
     assert "\n" not in line
     assert all(part in line for part in has)
     assert not any(part in line for part in lacks)
@@ -193,7 +233,8 @@ def test_the_curl_line_can_be_pasted_into_a_shell(template: str | None) -> None:
         config = server_config(api_keys=("a key's",), served_model_name="it's")
         engine = FakeAsyncEngine(chat_template=template)
         async with http_server(engine, config) as port:
-            shell = await asyncio.create_subprocess_shell(curl_line(config, engine, port, show_key=True), stdout=subprocess.PIPE)
+            command = curl_line(InferenceService(engine, config), port, show_key=True)
+            shell = await asyncio.create_subprocess_shell(command, stdout=subprocess.PIPE)
             return (await shell.communicate())[0]
 
     assert json.loads(asyncio.run(run()))["choices"][0]["finish_reason"] == "length"
@@ -259,5 +300,5 @@ def test_config_defaults_serve_both_ports() -> None:
 
 
 def test_a_log_file_holds_no_key() -> None:
-    line = curl_line(server_config(api_keys=("secret",)), FakeAsyncEngine(), 80, show_key=False)
+    line = curl_line(InferenceService(FakeAsyncEngine(), server_config(api_keys=("secret",))), 80, show_key=False)
     assert "secret" not in line and '"Authorization: Bearer $JAXSERVE_API_KEY"' in line

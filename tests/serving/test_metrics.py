@@ -26,6 +26,7 @@ from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
 from jaxserve.serving.metrics import Responses
+from jaxserve.serving.service import InferenceService
 from tests.engine_host.fakes import FakeRunner, FakeTokenizer, SlowRunner, fake_engine, fake_spec
 from tests.serving.servers import Raw, app_client, http_server, server_config, until
 
@@ -70,9 +71,10 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
         engine, responses = AsyncEngine(build), Responses()
         engine.start()
         await engine.wait_ready()
-        server = GrpcServer(engine, config, responses)
+        service = InferenceService(engine, config)
+        server = GrpcServer(service, responses)
         await server.start()
-        transport = httpx.ASGITransport(create_app(engine, config, responses))
+        transport = httpx.ASGITransport(create_app(service, responses))
         try:
             async with (
                 httpx.AsyncClient(transport=transport, base_url="http://test") as client,
