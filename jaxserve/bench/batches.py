@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from jaxserve.bench import report
 from jaxserve.bench.metrics import measure
 from jaxserve.bench.offline import engine_figures, engine_info, joined, plan_offline, run_offline
 from jaxserve.bench.plan import PlannedRequest
-from jaxserve.bench.session import WARMUP_SEED_OFFSET, Result, estimate_tokens
+from jaxserve.bench.session import Result, estimate_tokens
 from jaxserve.bench.surroundings import Surroundings
 from jaxserve.bench.workload import Workload
 from jaxserve.engine.engine import Engine
@@ -32,7 +32,7 @@ class BatchResult:
     batches_s: Sequence[float]
 
 
-def run_batches(engine: Engine, workload: Workload, *, repeats: int, device: str) -> BatchResult:
+def run_batches(engine: Engine, workload: Workload, *, repeats: int, device: str, numbers: Iterator[int]) -> BatchResult:
     """Runs a batch once to compile what it needs, then ``repeats`` times with other prompts. Ctrl-C ends it early.
 
     Args:
@@ -40,21 +40,22 @@ def run_batches(engine: Engine, workload: Workload, *, repeats: int, device: str
         workload: The batch, as :func:`~jaxserve.bench.offline.offline_workload` makes it.
         repeats: How often; at least 1.
         device: For the report.
+        numbers: Gives every run on this engine a number of its own, and with it other prompts: no batch finds those of an earlier one in the prefix cache.
 
     Raises:
         InvalidRequestError: A request is longer than the engine can ever hold.
     """
 
-    def planned(seed: int) -> list[PlannedRequest]:
-        return plan_offline(dataclasses.replace(workload, seed=seed), estimate_tokens)[0]
+    def planned() -> list[PlannedRequest]:
+        return plan_offline(workload, estimate_tokens, run=next(numbers))[0]
 
-    warmup = run_offline(engine, planned(workload.seed + WARMUP_SEED_OFFSET))
+    warmup = run_offline(engine, planned())
     before = engine.stats()
     runs = [] if warmup.interrupted is None else [dataclasses.replace(warmup, records=())]
-    for repeat in range(repeats):
+    for _ in range(repeats):
         if runs and runs[-1].interrupted:
             break
-        runs.append(run_offline(engine, planned(workload.seed + 1000 * repeat), start_s=sum(run.duration_s for run in runs)))
+        runs.append(run_offline(engine, planned(), start_s=sum(run.duration_s for run in runs)))
     run = joined(runs)
     result = Result(workload, engine_info(engine, device), measure(run), engine_figures(before, engine.stats()), run)
     return BatchResult(result, [run.duration_s for run in runs if run.interrupted is None])
@@ -84,15 +85,8 @@ def print_batches(batches: Sequence[BatchResult], surroundings: Surroundings, co
         table.add_column(header, justify="right", no_wrap=True)
     for batch in batches:
         _, _, _, _, tokens_per_s, *latencies = report.sweep_cells(batch.result)
-        table.add_row(str(batch.result.workload.concurrency), *latencies, _whole(batch), tokens_per_s)
+        whole = report.median_range([seconds * 1e3 for seconds in batch.batches_s], ".0f")
+        table.add_row(str(batch.result.workload.concurrency), *latencies, whole, tokens_per_s)
     console.print(table)
     warnings = [warning for batch in batches for warning in report.warnings_of(batch.result)]
-    for note in dict.fromkeys([*warnings, *surroundings.notes()]):
-        console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
-
-
-def _whole(batch: BatchResult) -> str:
-    if not batch.batches_s:
-        return "–"
-    times_ms = [seconds * 1e3 for seconds in batch.batches_s]
-    return f"{statistics.median(times_ms):.0f} ({min(times_ms):.0f}–{max(times_ms):.0f})"
+    report.print_notes(console, [*warnings, *surroundings.notes()])

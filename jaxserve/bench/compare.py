@@ -7,15 +7,14 @@ import contextlib
 import dataclasses
 import logging
 import os
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from jaxserve.bench.http_client import HttpClient
 from jaxserve.bench.metrics import Metrics
-from jaxserve.bench.processes import CpuUse, cpu_use, free_port, read_cpu, resident_mib, running
+from jaxserve.bench.processes import CpuTimes, CpuUse, cpu_use, free_port, read_cpu, resident_mib, running
 from jaxserve.bench.session import Result, RunOptions, ServerOptions, Session, normalize_url, open_session
 from jaxserve.bench.target import RequestFailedError
 from jaxserve.bench.workload import Workload
@@ -64,7 +63,8 @@ class Turn:
     Args:
         level: Which of the workloads.
         round: Which repetition, from 0.
-        cpu: Of this machine meanwhile: the servers and this client are "ours". ``None`` where the machine does not tell.
+        cpu: Of this machine meanwhile: the server of this turn, where it was started here, and this client are "ours". What the other contenders use while it
+            is not their turn disturbs it as anything else does. ``None`` where the machine does not tell.
     """
 
     contender: str
@@ -94,23 +94,33 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """All turns. Ratios are to the first contender's run of the same level and round."""
+    """All turns. Ratios are to the first contender's run of the same level and round.
+
+    Args:
+        interrupted: Why there are no more turns; ``None`` when all were run.
+    """
 
     contenders: tuple[Contender, ...]
     workloads: tuple[Workload, ...]
     turns: tuple[Turn, ...]
     starts: Mapping[str, Start]
-    interrupted: bool
+    interrupted: str | None
 
     def values(self, contender: str, level: int, figure: str) -> list[float]:
         """A figure of each round, in order."""
-        found = (FIGURES[figure][1](turn.result.metrics) for turn in self.turns if (turn.contender, turn.level) == (contender, level))
-        return [value for value in found if value is not None]
+        return list(self._by_round(contender, level, figure).values())
 
     def ratios(self, contender: str, level: int, figure: str) -> list[float]:
         """A figure over the first contender's, round by round."""
-        pairs = zip(self.values(contender, level, figure), self.values(self.contenders[0].name, level, figure), strict=False)
-        return [value / reference for value, reference in pairs if reference]
+        references = self._by_round(self.contenders[0].name, level, figure)
+        own = self._by_round(contender, level, figure)
+        return [value / reference for round_, value in own.items() if (reference := references.get(round_))]
+
+    def _by_round(self, contender: str, level: int, figure: str) -> dict[int, float]:
+        """Round -> the figure, without the rounds that have none."""
+        turns = (turn for turn in self.turns if (turn.contender, turn.level) == (contender, level))
+        found = {turn.round: FIGURES[figure][1](turn.result.metrics) for turn in turns}
+        return {round_: value for round_, value in found.items() if value is not None}
 
 
 def parse_contender(text: str) -> Contender:
@@ -159,36 +169,49 @@ async def compare(
         start_timeout_s: For a server to answer.
         settle_s: How long to wait, before each turn, for other processes to be quiet.
         one_at_a_time: Start a server for its turn and end it after; else all run all the time.
-        stop: Setting it ends the comparison; the turns until then are kept.
+        stop: Setting it ends the comparison.
+
+    Returns:
+        Also when ``stop`` is set or a server fails after the first turn, with the turns until then.
 
     Raises:
-        BenchmarkError: A server that does not come up, or that answers nothing.
+        BenchmarkError: A server that does not come up, or that answers nothing, before there is a single turn.
     """
+    stop = stop or asyncio.Event()
     runner = _Runner(options, server, log_folder, start_timeout_s, settle_s, stop)
-    if one_at_a_time:
-        for round_ in range(rounds):
-            for contender in contenders:
-                async with contextlib.AsyncExitStack() as stack:
-                    session = await runner.open(contender, workloads[0], stack)
-                    for level, workload in enumerate(workloads):
-                        await runner.turn(session, contender, level, workload, round_)
-    else:
-        async with contextlib.AsyncExitStack() as stack:
-            sessions = [await runner.open(contender, workloads[0], stack) for contender in contenders]
-            for level, workload in enumerate(workloads):
-                for round_ in range(rounds):
-                    for contender, session in zip(contenders, sessions, strict=True):
-                        await runner.turn(session, contender, level, workload, round_)
-    interrupted = stop is not None and stop.is_set()
+    interrupted = None
+    try:
+        if one_at_a_time:
+            for round_ in range(rounds):
+                for contender in contenders:
+                    async with contextlib.AsyncExitStack() as stack:
+                        session = await runner.open(contender, workloads[0], stack)
+                        for level, workload in enumerate(workloads):
+                            await runner.turn(session, contender, level, workload, round_)
+        else:
+            async with contextlib.AsyncExitStack() as stack:
+                sessions = [await runner.open(contender, workloads[0], stack) for contender in contenders]
+                for level, workload in enumerate(workloads):
+                    for round_ in range(rounds):
+                        for contender, session in zip(contenders, sessions, strict=True):
+                            await runner.turn(session, contender, level, workload, round_)
+    except _StoppedError:
+        interrupted = "stopped"
+    except BenchmarkError as error:
+        if not runner.turns:
+            raise
+        interrupted = str(error)
     return Comparison(tuple(contenders), tuple(workloads), tuple(runner.turns), runner.starts, interrupted)
 
 
-class _Runner:
-    """A comparison in progress."""
+class _StoppedError(Exception):
+    """The user wants no more turns."""
 
-    def __init__(
-        self, options: RunOptions, server: ServerOptions, log_folder: Path, start_timeout_s: float, settle_s: float, stop: asyncio.Event | None
-    ) -> None:
+
+class _Runner:
+    """A comparison in progress. Its methods raise ``_StoppedError`` once ``stop`` is set."""
+
+    def __init__(self, options: RunOptions, server: ServerOptions, log_folder: Path, start_timeout_s: float, settle_s: float, stop: asyncio.Event) -> None:
         self._options = options
         self._server = server
         self._log_folder = log_folder
@@ -200,6 +223,7 @@ class _Runner:
         self.starts: dict[str, Start] = {}
 
     async def open(self, contender: Contender, workload: Workload, stack: contextlib.AsyncExitStack) -> Session:
+        self._check_stop()
         ready_s = None
         if contender.command is not None:
             await _refuse_busy_port(contender)
@@ -212,25 +236,25 @@ class _Runner:
                     raise BenchmarkError(f"{contender.name} ended with status {process.returncode} before it was ready; see {log}")
                 if time.monotonic() - started_s > self._start_timeout_s:
                     raise BenchmarkError(f"{contender.name} was not ready after {self._start_timeout_s:g} s; see {log}")
-                if self._stop is not None and self._stop.is_set():
-                    raise BenchmarkError("stopped before all servers were ready")
+                self._check_stop()
                 await asyncio.sleep(READY_POLL_S)
             ready_s = time.monotonic() - started_s
             self._pids[contender.name] = process.pid
+            stack.callback(self._pids.pop, contender.name)
             logger.info("%s is ready after %.1f s", contender.name, ready_s)
         self.starts[contender.name] = Start(ready_s, None)
-        return await stack.enter_async_context(open_session(dataclasses.replace(self._server, url=contender.url), workload))
+        with _named(contender):
+            return await stack.enter_async_context(open_session(dataclasses.replace(self._server, url=contender.url), workload))
 
     async def turn(self, session: Session, contender: Contender, level: int, workload: Workload, round_: int) -> None:
-        if self._stop is not None and self._stop.is_set():
-            return
-        ours = self._trees()
-        await _wait_for_quiet(ours, self._settle_s)
-        before = read_cpu(ours)
-        result = await session.run(dataclasses.replace(workload, seed=workload.seed + 1000 * round_), self._options, stop=self._stop)
-        after = read_cpu(ours)
-        if result.metrics.interrupted:
-            return  # half a turn is no turn
+        await self._wait_for_quiet(contender)
+        before = self._read_cpu(contender)
+        with _named(contender):
+            result = await session.run(dataclasses.replace(workload, seed=workload.seed + 1000 * round_), self._options, stop=self._stop)
+        after = self._read_cpu(contender)
+        self._check_stop()  # half a turn is no turn
+        if result.metrics.interrupted is not None:
+            raise BenchmarkError(f"{contender.name}: {result.metrics.interrupted}")
         cpu = cpu_use(before, after) if before and after else None
         self.turns.append(Turn(contender.name, level, round_, result, cpu))
         if contender.name in self._pids:
@@ -238,9 +262,35 @@ class _Runner:
         others = "" if cpu is None else f", others used {cpu.others:.2f} cores"
         logger.info("%s, round %d: %.1f output tokens/s%s", contender.name, round_ + 1, result.metrics.output_tokens_per_s, others)
 
-    def _trees(self) -> list[int]:
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
 
-        return [os.getpid(), *self._pids.values()]
+    def _read_cpu(self, contender: Contender) -> CpuTimes | None:
+        """Ours are this process and what descends from it, but for the servers whose turn it is not."""
+        return read_cpu([os.getpid()], without=[pid for name, pid in self._pids.items() if name != contender.name])
+
+    async def _wait_for_quiet(self, contender: Contender) -> None:
+        """Returns once other processes leave the machine alone, or after the longest wait for that."""
+        deadline_s = time.monotonic() + self._settle_s
+        self._check_stop()
+        while time.monotonic() < deadline_s:
+            before = self._read_cpu(contender)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), min(QUIET_WINDOW_S, self._settle_s))
+            self._check_stop()
+            after = self._read_cpu(contender)
+            if before is None or after is None or cpu_use(before, after).others < QUIET_CORES:
+                return
+
+
+@contextlib.contextmanager
+def _named(contender: Contender) -> Generator[None]:
+    """Says in an error whose it is."""
+    try:
+        yield
+    except BenchmarkError as error:
+        raise BenchmarkError(f"{contender.name}: {error}") from None
 
 
 async def _is_ready(url: str) -> bool:
@@ -267,21 +317,5 @@ async def _refuse_busy_port(contender: Contender) -> None:
     raise BenchmarkError(f"{contender.name}: something answers at {contender.url} already, and would be measured in its place")
 
 
-async def _wait_for_quiet(roots: Sequence[int], limit_s: float) -> None:
-    """Returns once other processes leave the machine alone, or after ``limit_s``."""
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        before = read_cpu(roots)
-        await asyncio.sleep(min(QUIET_WINDOW_S, limit_s))
-        after = read_cpu(roots)
-        if before is None or after is None or cpu_use(before, after).others < QUIET_CORES:
-            return
-
-
 def _median(metrics: Metrics, name: str) -> float | None:
     return metrics.latencies[name].median if name in metrics.latencies else None
-
-
-def summarize(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """(median, lowest, highest); ``None`` for no values."""
-    return (statistics.median(values), min(values), max(values)) if values else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import html
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-from jaxserve import plots
+from jaxserve import html_page, plots
 from jaxserve.bench import report
-from jaxserve.bench.compare import FIGURES, NOISY_CORES, Comparison, Contender, summarize
-from jaxserve.bench.html import page, write_text
+from jaxserve.bench.compare import FIGURES, NOISY_CORES, Comparison, Contender
+from jaxserve.bench.html import measured_page
+from jaxserve.html_page import text
+from jaxserve.output_files import write_text
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
@@ -25,10 +29,9 @@ def print_comparison(found: Comparison, console: Console) -> None:
         for index, header in enumerate(headers()):
             table.add_column(header, justify="right" if index else "left")
         for contender in found.contenders:
-            table.add_row(*(cell.replace(" (", "\n(") for cell in cells(found, contender, level)))
+            table.add_row(*(Text(cell.replace(" (", "\n(")) for cell in cells(found, contender, level)))
         console.print(table)
-    for note in notes(found):
-        console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
+    report.print_notes(console, notes(found))
 
 
 def headers() -> list[str]:
@@ -41,10 +44,10 @@ def cells(found: Comparison, contender: Contender, level: int) -> list[str]:
     turns = [turn for turn in found.turns if (turn.contender, turn.level) == (contender.name, level)]
     line = [contender.name]
     for figure in ("output_throughput", "median_ttft_ms", "median_tpot_ms"):
-        line.append(_range(found.values(contender.name, level, figure), ".0f" if figure == "median_ttft_ms" else ".1f"))
-        line.append("1" if contender is found.contenders[0] else _range(found.ratios(contender.name, level, figure), ".2f"))
+        line.append(report.median_range(found.values(contender.name, level, figure), ".0f" if figure == "median_ttft_ms" else ".1f"))
+        line.append("1" if contender is found.contenders[0] else report.median_range(found.ratios(contender.name, level, figure), ".2f"))
     others = [turn.cpu.others for turn in turns if turn.cpu is not None]
-    return [*line, str(sum(turn.result.metrics.failed for turn in turns)), _range(others, ".2f")]
+    return [*line, str(sum(turn.result.metrics.failed for turn in turns)), report.median_range(others, ".2f")]
 
 
 def notes(found: Comparison) -> list[str]:
@@ -53,7 +56,7 @@ def notes(found: Comparison) -> list[str]:
     if noisy := sum(turn.noisy for turn in found.turns):
         lines.append(f"in {noisy} of {len(found.turns)} runs other processes used more than {NOISY_CORES} cores: those figures are low")
     if found.interrupted:
-        lines.append("stopped before all rounds were run")
+        lines.append(f"ended early ({found.interrupted}): not all rounds were run")
     for contender in found.contenders:
         start = found.starts.get(contender.name)
         if start is not None and start.ready_s is not None:
@@ -89,7 +92,7 @@ def to_json(found: Comparison) -> dict[str, Any]:
                 "server_name": turn.contender,
                 "level": turn.level,
                 "round": turn.round,
-                "cores_servers_and_client": turn.cpu and turn.cpu.ours,
+                "cores_server_and_client": turn.cpu and turn.cpu.ours,
                 "cores_others": turn.cpu and turn.cpu.others,
                 "cores_stolen": turn.cpu and turn.cpu.stolen,
                 "noisy": turn.noisy,
@@ -103,6 +106,9 @@ def to_json(found: Comparison) -> dict[str, Any]:
 def write_page(file: Path, found: Comparison) -> None:
     """One page with bars and tables.
 
+    Args:
+        found: With at least one turn.
+
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
@@ -112,29 +118,22 @@ def write_page(file: Path, found: Comparison) -> None:
         for place, figure in zip(axes, ("output_throughput", "median_ttft_ms", "median_tpot_ms"), strict=True):
             series: list[plots.Series] = []
             for contender in found.contenders:
-                ranges = [summarize(found.values(contender.name, level, figure)) or (0.0, 0.0, 0.0) for level in levels]
-                series.append(plots.Series(contender.name, [], *zip(*ranges, strict=True)))
+                values = [found.values(contender.name, level, figure) or [math.nan] for level in levels]
+                series.append(plots.Series(contender.name, [], [statistics.median(v) for v in values], [min(v) for v in values], [max(v) for v in values]))
             name = FIGURES[figure][0]
             plots.bars(place, labels, series, title=name, y="median, lowest to highest")
         svg = plots.to_svg(drawn)
-    parts = [f"<h1>{_text(' · '.join(contender.name for contender in found.contenders))}</h1>", f"<section>{svg}</section>"]
+    parts = [f"<h1>{text(' · '.join(contender.name for contender in found.contenders))}</h1>", f"<section>{svg}</section>"]
     for level in levels:
-        head = "".join(f"<th>{_text(name)}</th>" for name in headers())
-        rows = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells(found, contender, level)) + "</tr>" for contender in found.contenders)
+        table = html_page.table(headers(), (cells(found, contender, level) for contender in found.contenders))
         described = report.describe(next(turn.result for turn in found.turns if turn.level == level))
-        parts.append(f"<h2>{_text(described)}</h2><section><table><tr>{head}</tr>{rows}</table></section>")
-    parts.append(f"<section class=note>{'<br>'.join(map(_text, notes(found)))}</section>")
-    write_text(file, page("comparison of servers", parts))
-
-
-def _range(values: list[float], form: str) -> str:
-    found = summarize(values)
-    return "–" if found is None else f"{found[0]:{form}} ({found[1]:{form}}–{found[2]:{form}})"
+        parts.append(f"<h2>{text(described)}</h2><section>{table}</section>")
+    parts.append(f"<section class=note>{html_page.lines(notes(found))}</section>")
+    write_text(file, measured_page("comparison of servers", parts))
 
 
 def _median(values: list[float]) -> float | None:
-    found = summarize(values)
-    return None if found is None else found[0]
+    return statistics.median(values) if values else None
 
 
 def _start(found: Comparison, contender: Contender) -> dict[str, Any]:
@@ -144,7 +143,3 @@ def _start(found: Comparison, contender: Contender) -> dict[str, Any]:
 
 def _warnings(found: Comparison, contender: Contender) -> list[str]:
     return list(dict.fromkeys(warning for turn in found.turns if turn.contender == contender.name for warning in report.warnings_of(turn.result)))
-
-
-def _text(value: str) -> str:
-    return html.escape(value, quote=True)

@@ -40,15 +40,17 @@ class HttpClient:
     Args:
         url: ``http://host:port`` or ``https://…``, with an optional path that comes before every path requested.
         headers: Sent with every request.
+        timeout_s: Of one request, connecting included; ``None`` waits for ever.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
         self._headers = {"host": parts.netloc.rpartition("@")[2], "user-agent": f"jaxserve-bench/{__version__}", **(headers or {})}
+        self._timeout_s = timeout_s
         self._idle: list[tuple[_Connection, float]] = []
 
     async def request(self, method: str, path: str, body: bytes = b"", on_data: Callable[[bytes], None] | None = None) -> Answer:
@@ -61,8 +63,21 @@ class HttpClient:
             on_data: Called with each part of a successful (2xx) answer's body as it arrives; what it raises ends the request.
 
         Raises:
-            RequestFailedError: No connection, a broken one, or an answer that is not HTTP.
+            RequestFailedError: No connection, a broken one, an answer that is not HTTP, or none in time.
         """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._request(method, path, body, on_data)
+        except TimeoutError:
+            raise RequestFailedError(f"no complete answer within {self._timeout_s:g} s", outcome="timed_out") from None
+
+    async def close(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            self._idle.pop()[0].close()
+        await asyncio.sleep(0)  # transports close in the loop's next turn
+
+    async def _request(self, method: str, path: str, body: bytes, on_data: Callable[[bytes], None] | None) -> Answer:
         head = h11.Request(
             method=method,
             target=self._prefix + path,
@@ -79,12 +94,6 @@ class HttpClient:
             if connection.reusable:
                 self._idle.append((connection, asyncio.get_running_loop().time()))
             return answer
-
-    async def close(self) -> None:
-        """Closes the idle connections."""
-        while self._idle:
-            self._idle.pop()[0].close()
-        await asyncio.sleep(0)  # transports close in the loop's next turn
 
     async def _connection(self) -> tuple[_Connection, bool]:
         loop = asyncio.get_running_loop()

@@ -54,7 +54,7 @@ class Run:
     Args:
         records: By time of sending.
         duration_s: From the start to the end of the last request.
-        cpu_s: Processor time of this process meanwhile: the client's own cost.
+        cpu_s: Processor time of this process meanwhile: the client's own cost. What was prepared before the start is not in it.
         unfinished: Requests that were under way when an interrupted run ended; nothing else counts them.
         interrupted: Why it ended before its plan did; ``None`` when it did not.
     """
@@ -113,7 +113,6 @@ async def run_load(
         driving = generator.open_loop(sessions)
     else:
         driving = generator.closed_loop(iter(sessions), concurrency, duration_s)
-    cpu_s = time.process_time()
     driver = asyncio.ensure_future(driving)
     watchers = [asyncio.ensure_future(event.wait()) for event in (stop, generator.server_gone) if event is not None]
     try:
@@ -131,7 +130,7 @@ async def run_load(
     return Run(
         records=tuple(sorted(generator.records, key=lambda record: record.sent_s)),
         duration_s=generator.elapsed_s() if interrupted else max((record.end_s for record in generator.records), default=generator.elapsed_s()),
-        cpu_s=time.process_time() - cpu_s,
+        cpu_s=generator.cpu_s(),
         unfinished=generator.under_way,
         interrupted=interrupted,
     )
@@ -146,7 +145,7 @@ class _Generator:
         self._keep_text = keep_text
         self._observer = observer
         self._loop = asyncio.get_running_loop()
-        self._start_s = self._loop.time()
+        self._start()
         self._unreachable = 0
         self.under_way = 0
         self.records: list[Record] = []
@@ -156,17 +155,20 @@ class _Generator:
     def elapsed_s(self) -> float:
         return self._loop.time() - self._start_s
 
+    def cpu_s(self) -> float:
+        return time.process_time() - self._start_cpu_s
+
     async def open_loop(self, sessions: Iterable[list[PlannedRequest]]) -> None:
         # Bodies are made before the clock starts: a long one takes milliseconds, in which nothing else would be read or sent.
         prepared = [[(request, self._target.prepare(request)) for request in session] for session in sessions]
-        self._start_s = self._loop.time()
+        self._start()
         async with asyncio.TaskGroup() as tasks:
             for session in prepared:
                 await sleep_until(self._start_s + (session[0][0].arrival_s or 0.0))
                 tasks.create_task(self._run_session(session))
 
     async def closed_loop(self, sessions: Iterator[list[PlannedRequest]], concurrency: int, duration_s: float | None) -> None:
-        self._start_s = self._loop.time()
+        self._start()
 
         async def keep_running() -> None:
             while duration_s is None or self.elapsed_s() < duration_s:
@@ -177,6 +179,9 @@ class _Generator:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(concurrency):
                 tasks.create_task(keep_running())
+
+    def _start(self) -> None:
+        self._start_s, self._start_cpu_s = self._loop.time(), time.process_time()
 
     async def _run_session(self, session: list[tuple[PlannedRequest, Any]]) -> None:
         for request, prepared in session:

@@ -208,7 +208,7 @@ def measure(run: Run, slo: Slo | None = None, price_per_hour: float | None = Non
         unfinished=run.unfinished,
         input_tokens=tokens_in,
         output_tokens=tokens_out,
-        latencies=_latencies(good),
+        latencies={name: found for name, values in latency_values_ms(good).items() if (found := spread(values)) is not None},
         good_requests=admitted,
         requests_per_s=_rate(len(good), duration_s),
         output_tokens_per_s=_rate(tokens_out, duration_s),
@@ -227,6 +227,17 @@ def measure(run: Run, slo: Slo | None = None, price_per_hour: float | None = Non
         usd_per_million_tokens=None if price_per_hour is None or not tokens_out else price_per_hour * duration_s / 3600 / tokens_out * 1e6,
         interrupted=run.interrupted,
     )
+
+
+def latency_values_ms(records: Iterable[Record]) -> dict[str, list[float]]:
+    """All values of each of :data:`LATENCIES`, in their order; some may have none."""
+    values: dict[str, list[float]] = {name: [] for name in LATENCIES}
+    for record in records:
+        for name, of in _MEASURES.items():
+            if (value := of(record)) is not None:
+                values[name].append(value * 1e3)
+        values["itl"] += [(after - before) * 1e3 for before, after in itertools.pairwise(record.piece_times_s)]
+    return values
 
 
 def pieces_per_second(records: Iterable[Record]) -> list[int]:
@@ -253,16 +264,6 @@ def _levels(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
     changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
     levels = itertools.accumulate(change for _, change in changes)
     return [(time_s, level) for (time_s, _), level in zip(changes, levels, strict=True)]
-
-
-def _latencies(good: Sequence[Record]) -> dict[str, Spread]:
-    values: dict[str, list[float]] = {name: [] for name in LATENCIES}
-    for record in good:
-        for name, of in _MEASURES.items():
-            if (value := of(record)) is not None:
-                values[name].append(value * 1e3)
-        values["itl"] += [(after - before) * 1e3 for before, after in itertools.pairwise(record.piece_times_s)]
-    return {name: found for name in LATENCIES if (found := spread(values[name])) is not None}
 
 
 def _recount(good: Sequence[Record]) -> float | None:

@@ -68,7 +68,7 @@ async def served_model(client: HttpClient, wanted: str | None, url: str) -> str:
     if answer.status == 200:
         try:
             names = [str(card["id"]) for card in json.loads(answer.body)["data"]]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise BenchmarkError(f"{url} is no OpenAI-compatible server: /v1/models answers {answer.body[:100]!r}") from None
     elif answer.status != 404:  # a server without this list may still serve
         raise BenchmarkError(f"{url} is not ready: /v1/models answers {failure_of(answer)}")
@@ -189,14 +189,17 @@ async def _server_count(probe: OpenAITarget) -> Count | None:
     async def count(text: str) -> int:
         for body in ({"model": probe.model, "prompt": text}, {"content": text}):  # vLLM and jaxserve, llama.cpp
             answer = await probe.client.request("POST", "/tokenize", json.dumps(body).encode())
-            tree: Any = json.loads(answer.body) if answer.status == 200 else {}
-            if tokens := tree.get("count") or len(tree.get("tokens") or ()):  # llama.cpp finds no tokens where it does not know the field
-                return int(tokens)
+            try:
+                tree: Any = json.loads(answer.body) if answer.status == 200 else {}
+                if tokens := int(tree.get("count") or len(tree.get("tokens") or ())):  # llama.cpp finds no tokens where it does not know the field
+                    return tokens
+            except (ValueError, AttributeError, TypeError, RecursionError):
+                continue
         raise RequestFailedError("/tokenize counts nothing")
 
     try:
         await count("one two three")
-    except (RequestFailedError, ValueError, AttributeError, TypeError):
+    except RequestFailedError:
         return None
     return count
 

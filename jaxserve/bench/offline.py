@@ -31,15 +31,17 @@ def offline_workload(file: Path | None, values: dict[str, Any]) -> Workload:
     return dataclasses.replace(workload, num_requests=num_requests, concurrency=num_requests, duration_s=None, think_s=0.0, cancel_share=0.0)
 
 
-def plan_offline(workload: Workload, count_tokens: Callable[[str], int]) -> tuple[list[PlannedRequest], int]:
+def plan_offline(workload: Workload, count_tokens: Callable[[str], int], *, run: int = 0) -> tuple[list[PlannedRequest], int]:
     """The requests of a workload, and how many broken rows its files have. The turns of a session are requests like any other.
+
+    Args:
+        workload: What to plan; also the next two, see :func:`~jaxserve.bench.plan.plan`.
 
     Raises:
         ConfigError: A file of the workload cannot be used.
     """
     sources = read_sources(workload)
-    broken = (sources.trace.broken if sources.trace else 0) + (sources.lengths.broken if sources.lengths else 0)
-    return list(itertools.chain.from_iterable(plan(workload, sources, count_tokens))), broken
+    return list(itertools.chain.from_iterable(plan(workload, sources, count_tokens, run=run))), sources.broken
 
 
 def run_workload(

@@ -104,26 +104,58 @@ class _ChunkReader:
                 continue
             try:
                 chunk: Any = json.loads(event)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise RequestFailedError(f"an event is no JSON: {event[:100]!r}") from None
-            self._take(chunk)
+            try:
+                self._take(_object(chunk))
+            except _OddValueError:
+                raise RequestFailedError(f"a chunk is not in OpenAI's form: {event[:100].decode('utf-8', 'replace')}") from None
 
     def _take(self, chunk: dict[str, Any]) -> None:
         if error := chunk.get("error"):
             raise RequestFailedError(f"error in mid-stream: {_error_text(error)}")
-        if usage := chunk.get("usage"):
-            details: Any = usage.get("prompt_tokens_details") or {}
-            self._stream.usage(usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens"))
-        for choice in chunk.get("choices") or ():
-            finish = choice.get("finish_reason")
-            if self._chat:
-                delta: Any = choice.get("delta") or {}
-                text: str = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
-                new = bool(text or delta.get("tool_calls"))
-            else:
-                text = choice.get("text") or ""
-                new = bool(text) or finish is None
-            if new:
-                self._stream.piece(text)
-            if finish is not None:
-                self._stream.finish(finish)
+        if usage := _object(chunk.get("usage") or {}):
+            cached = _object(usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self._stream.usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")), _count(cached))
+        choices: Any = chunk.get("choices") or []
+        if not isinstance(choices, list):
+            raise _OddValueError
+        for choice in cast(list[Any], choices):
+            self._take_choice(_object(choice))
+
+    def _take_choice(self, choice: dict[str, Any]) -> None:
+        finish = choice.get("finish_reason")
+        if self._chat:
+            delta = _object(choice.get("delta") or {})
+            text = _text(delta.get("content")) or _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+            new = bool(text or delta.get("tool_calls"))
+        else:
+            text = _text(choice.get("text"))
+            new = bool(text) or finish is None
+        if new:
+            self._stream.piece(text)
+        if finish is not None:
+            self._stream.finish(_text(finish))
+
+
+class _OddValueError(Exception):
+    """A value of another kind than OpenAI's form has in its place."""
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _OddValueError
+    return cast(dict[str, Any], value)
+
+
+def _text(value: Any) -> str:
+    """``null`` is no text."""
+    if value is not None and not isinstance(value, str):
+        raise _OddValueError
+    return value or ""
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and not isinstance(value, int):
+        raise _OddValueError
+    return value

@@ -71,6 +71,11 @@ class Sources:
     trace: Trace | None = None
     lengths: LengthFile | None = None
 
+    @property
+    def broken(self) -> int:
+        """Rows of them that cannot be read and are left out."""
+        return (self.trace.broken if self.trace else 0) + (self.lengths.broken if self.lengths else 0)
+
 
 def read_sources(workload: Workload) -> Sources:
     """Reads the files that a workload names.
@@ -78,9 +83,8 @@ def read_sources(workload: Workload) -> Sources:
     Raises:
         ConfigError: One cannot be read, or most of it is broken.
     """
-    limit = None if workload.num_requests is None else workload.num_requests * 2  # some may be left out
     return Sources(
-        trace=None if workload.trace is None else read_trace(workload.trace, unit=workload.trace_unit, limit=limit),
+        trace=None if workload.trace is None else read_trace(workload.trace, unit=workload.trace_unit, limit=workload.num_requests),
         lengths=None if workload.lengths is None or workload.lengths == "trace" else read_length_file(workload.lengths),
     )
 

@@ -96,18 +96,20 @@ class CpuUse:
     stolen: float
 
 
-def read_cpu(roots: Iterable[int]) -> CpuTimes | None:
+def read_cpu(roots: Iterable[int], *, without: Iterable[int] = ()) -> CpuTimes | None:
     """Reads the machine's processor times; ``None`` where ``/proc`` does not tell.
 
     Args:
         roots: Processes whose whole trees are ours.
+        without: Processes whose trees are not, although they may be part of those.
     """
     try:
         user, nice, system, _, _, irq, soft_irq, stolen = (int(field) / _TICKS_PER_S for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
         processes = _processes()
     except (OSError, ValueError):
         return None
-    return CpuTimes(user + nice + system + irq + soft_irq, stolen, sum(processes[pid][1] for pid in _trees(roots, processes)), time.monotonic())
+    ours = _trees(roots, processes) - _trees(without, processes)
+    return CpuTimes(user + nice + system + irq + soft_irq, stolen, sum(processes[pid][1] for pid in ours), time.monotonic())
 
 
 def cpu_use(before: CpuTimes, after: CpuTimes) -> CpuUse:

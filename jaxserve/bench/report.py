@@ -7,23 +7,31 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxserve import __version__
 from jaxserve.bench.load import Record
-from jaxserve.bench.metrics import LATENCIES, PERCENTILES, Metrics, Spread, e2el_s, input_tokens, output_tokens, tpot_s, ttft_s
+from jaxserve.bench.metrics import LATENCIES, PERCENTILES, Spread, e2el_s, input_tokens, output_tokens, tpot_s, ttft_s
 from jaxserve.bench.session import Result
-from jaxserve.bench.sweep import MaxRate
-from jaxserve.errors import ConfigError
+from jaxserve.bench.sweep import MaxRate, Sweep
+from jaxserve.output_files import write_text
 
 LATENCY_HEADERS = ("TTFT ms", "TPOT ms", "E2E ms")
 """Of cells that read median, p99."""
+
+LATENCY_COLUMNS = ("ms", "mean", "median", "std", "p90", "p95", "p99", "max")
+"""Of :func:`latency_rows`."""
+
+STATISTICS = ("median", "std", *(f"p{percent}" for percent in PERCENTILES))
+"""Beside the mean."""
 
 BUSY_CORES = 0.8
 LATE_MS = 20.0
@@ -64,10 +72,11 @@ def to_json(result: Result, *, requests: bool = False) -> dict[str, Any]:
     }
     for name in LATENCIES:
         values = metrics.latencies.get(name)
-        for statistic in ("mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES)):
+        for statistic in ("mean", *STATISTICS):
             fields[f"{statistic}_{name}_ms"] = None if values is None else getattr(values, statistic)
     fields |= {
         "mean_queue_time_ms": result.server.queue_time_ms,
+        **{f"estimated_{statistic}_queue_time_ms": result.server.estimated_queue_time_ms.get(statistic) for statistic in STATISTICS},
         "cached_input_tokens": metrics.cached_tokens,
         "usd_per_million_output_tokens": metrics.usd_per_million_tokens,
         "input_length_mismatches": metrics.input_mismatches,
@@ -88,6 +97,11 @@ def to_json(result: Result, *, requests: bool = False) -> dict[str, Any]:
     return fields
 
 
+def sweep_json(found: Sweep, *, requests: bool = False) -> dict[str, Any]:
+    """A sweep as a JSON object: every run as :func:`to_json` gives it."""
+    return {"runs": [to_json(result, requests=requests) for result in found.results], "interrupted": found.interrupted}
+
+
 def max_rate_json(found: MaxRate) -> dict[str, Any]:
     """A search as a JSON object: the answer, and every trial as :func:`to_json` gives it."""
     return {
@@ -96,6 +110,7 @@ def max_rate_json(found: MaxRate) -> dict[str, Any]:
         "slo_ms": dict(found.slo.limits_ms),
         "slo_attainment": found.slo.attainment,
         "note": found.note,
+        "interrupted": found.interrupted,
         "unloaded": to_json(found.unloaded),
         "trials": [{"rate": trial.rate, "good_share": trial.good_share, "sustained": trial.sustained, **to_json(trial.result)} for trial in found.trials],
     }
@@ -119,35 +134,47 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    try:
-        file.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    write_text(file, json.dumps(value, indent=1) + "\n")
 
 
 def print_result(result: Result, console: Console) -> None:
     """One run as tables, and whatever makes its figures less than they seem."""
-    metrics = result.metrics
-    console.print(_latency_table(metrics, title=f"{result.info.model} at {result.info.url}: {describe(result)}"))
-    console.print("TPOT leaves out the first token; ITL is the time between pieces of text.", style="dim")
+    table = make_table(f"{result.info.model} at {result.info.url}: {describe(result)}")
+    for header in LATENCY_COLUMNS:
+        table.add_column(header, justify="left" if header == "ms" else "right")
+    for row in latency_rows(result):
+        table.add_row(*row)
+    console.print(table)
+    console.print(latency_remark(result), style="dim", highlight=False)
     facts = Table.grid(padding=(0, 2))
     for name, value in _facts(result):
-        facts.add_row(name, value)
+        facts.add_row(name, Text(value))
     console.print(facts)
-    for warning in warnings_of(result):
-        console.print(f"[yellow]note:[/yellow] {warning}", highlight=False)
+    print_notes(console, warnings_of(result))
 
 
-def print_sweep(results: Sequence[Result], console: Console) -> None:
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """What a reader must know, a line each and each once. Texts of servers are shown as they are, whatever brackets they have."""
+    for note in dict.fromkeys(notes):
+        console.print(Text.assemble(("note:", "yellow"), f" {note}"))
+
+
+def print_sweep(found: Sweep, console: Console) -> None:
     """Runs side by side, a line each."""
+    results = found.results
     table = make_table(f"{results[0].info.model} at {results[0].info.url}; latencies: median, p99")
     for header in sweep_headers(results[0]):
         table.add_column(header, justify="right", no_wrap=True)
     for result in results:
         table.add_row(*sweep_cells(result))
     console.print(table)
-    for warning in dict.fromkeys(warning for result in results for warning in warnings_of(result)):
-        console.print(f"[yellow]note:[/yellow] {warning}", highlight=False)
+    ended = [] if found.interrupted is None else [ended_early(found)]
+    print_notes(console, [*(warning for result in results for warning in warnings_of(result)), *ended])
+
+
+def ended_early(found: Sweep) -> str:
+    """Why a sweep has not run all of its levels."""
+    return f"the sweep ended early ({found.interrupted})"
 
 
 def sweep_headers(result: Result) -> list[str]:
@@ -172,13 +199,11 @@ def print_max_rate(found: MaxRate, console: Console) -> None:
     for trial in (None, *sorted(found.trials, key=lambda trial: trial.rate)):
         metrics = (found.unloaded if trial is None else trial.result).metrics
         total = sum(metrics.outcomes.values())
-        verdict = "" if trial is None else "[green]sustained[/green]" if trial.sustained else "[red]too much[/red]"
-        cells = ["1 at a time" if trial is None else f"{trial.rate:.4g}", str(total), f"{(metrics.good_requests or 0) / max(1, total):.1%}", verdict]
-        table.add_row(*cells, *(_median_p99(metrics.latencies.get(name)) for name in ("ttft", "tpot", "e2el")))
+        verdict = "" if trial is None else Text("sustained", "green") if trial.sustained else Text("too much", "red")
+        cells = ["1 at a time" if trial is None else f"{trial.rate:.4g}", str(total), f"{(metrics.good_requests or 0) / max(1, total):.1%}"]
+        table.add_row(*cells, verdict, *(_median_p99(metrics.latencies.get(name)) for name in ("ttft", "tpot", "e2el")))
     console.print(table)
-    console.print(
-        f"highest rate: [bold]{found.rate:.4g}[/bold] requests/s; {found.note}" if found.rate else f"no rate keeps the SLO; {found.note}", highlight=False
-    )
+    console.print(Text.assemble("highest rate: ", (f"{found.rate:.4g}", "bold"), f" requests/s; {found.note}") if found.rate else Text(found.note))
 
 
 def load_of(result: Result) -> str:
@@ -249,7 +274,6 @@ def _facts(result: Result) -> list[tuple[str, str]]:
     if metrics.usd_per_million_tokens is not None:
         facts.append(("cost", f"{metrics.usd_per_million_tokens:.4g} per million output tokens"))
     said = [
-        ("mean queue time", server.queue_time_ms, "{:.1f} ms"),
         ("peak KV cache use", server.peak_kv_cache_usage, "{:.1%}"),
         ("peak running", server.peak_running, "{:.0f}"),
         ("peak waiting", server.peak_waiting, "{:.0f}"),
@@ -266,20 +290,40 @@ def _facts(result: Result) -> list[tuple[str, str]]:
     return facts
 
 
-def _latency_table(metrics: Metrics, title: str) -> Table:
-    table = make_table(title)
-    for header in ("ms", "mean", "median", "std", "p90", "p95", "p99", "max"):
-        table.add_column(header, justify="left" if header == "ms" else "right")
+def latency_rows(result: Result) -> list[list[str]]:
+    """A line for each latency, and one for the time in the server's queue where the server tells."""
+    rows: list[list[str]] = []
     for key, name in LATENCIES.items():
-        values = metrics.latencies.get(key)
-        cells = [getattr(values, column) for column in ("mean", "median", "std", "p90", "p95", "p99", "max")] if values else [None] * 7
-        table.add_row(name, *("–" if cell is None else f"{cell:.1f}" for cell in cells))
-    return table
+        values = result.metrics.latencies.get(key)
+        rows.append([name, *("–" if values is None else f"{getattr(values, column):.1f}" for column in LATENCY_COLUMNS[1:])])
+    if (mean := result.server.queue_time_ms) is not None:
+        known = {"mean": mean, **result.server.estimated_queue_time_ms}
+        rows.append(["queue", *(f"{known[column]:.1f}" if column in known else "–" for column in LATENCY_COLUMNS[1:])])
+    return rows
+
+
+def latency_remark(result: Result) -> str:
+    """What to know about :func:`latency_rows`."""
+    told = "TPOT leaves out the first token; ITL is the time between pieces of text."
+    queue = " Queue is the server's word: its mean exact, the rest estimated from the buckets of its histogram."
+    return told + (queue if result.server.queue_time_ms is not None else "")
+
+
+def median_range(values: Sequence[float], form: str) -> str:
+    """``12 (10–15)``: median, lowest and highest. Of one value itself, of none a dash.
+
+    Args:
+        form: Of a number, as in a format string.
+    """
+    if not values:
+        return "–"
+    median = f"{statistics.median(values):{form}}"
+    return median if len(values) == 1 else f"{median} ({min(values):{form}}–{max(values):{form}})"
 
 
 def make_table(title: str) -> Table:
-    """An empty table in the style of all reports."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_style="bold", min_width=min(len(title), 78))
+    """An empty table in the style of all reports. Its title is shown as it is; cells are markup unless they are :class:`~rich.text.Text`."""
+    return Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), min_width=min(len(title), 78))
 
 
 def _median_p99(values: Spread | None) -> str:

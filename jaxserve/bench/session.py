@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import urllib.parse
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -17,9 +18,9 @@ from jaxserve.bench.negotiation import Wishes, negotiate, served_model
 from jaxserve.bench.openai_target import OpenAITarget
 from jaxserve.bench.plan import plan, read_sources, request_limit
 from jaxserve.bench.server_metrics import Samples, ServerFigures, compare_samples, read_samples
-from jaxserve.bench.target import Target
+from jaxserve.bench.target import RequestFailedError, Target
 from jaxserve.bench.workload import Workload
-from jaxserve.errors import BenchmarkError
+from jaxserve.errors import BenchmarkError, ConfigError
 
 METRICS_INTERVAL_S = 2.0
 
@@ -41,6 +42,7 @@ class ServerOptions:
         count_tokens: A local tokenizer's count of a text, where there is one.
         ignore_eos: Ask for answers of exactly the planned length.
         fields: Further fields of every body.
+        timeout_s: Of one request.
     """
 
     url: str
@@ -50,6 +52,7 @@ class ServerOptions:
     count_tokens: Callable[[str], int] | None = None
     ignore_eos: bool = True
     fields: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"temperature": 0.0})
+    timeout_s: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,9 +137,8 @@ class Session:
             BenchmarkError: Every request, of the warm-up or of the run, ended in an error.
         """
         sources = read_sources(workload)
-        broken = (sources.trace.broken if sources.trace else 0) + (sources.lengths.broken if sources.lengths else 0)
-        if broken:
-            logger.warning("%d rows of the workload's files cannot be read and are left out", broken)
+        if sources.broken:
+            logger.warning("%d rows of the workload's files cannot be read and are left out", sources.broken)
 
         number = next(self.runs)
 
@@ -147,7 +149,8 @@ class Session:
             first = (requests[:1] for requests in sessions(workload.seed + WARMUP_SEED_OFFSET))
             warmup = [[dataclasses.replace(request, cancel_after_s=None) for request in requests] for requests in itertools.islice(first, options.num_warmup)]
             warm = await run_load(warmup, self.target, concurrency=options.num_warmup, timeout_s=options.timeout_s, stop=stop)
-            _require_answers(warm, "warm-up")
+            if not (stop and stop.is_set()):
+                _require_answers(warm, "warm-up")
         total = request_limit(workload)
         measured: Any = sessions(workload.seed)
         if workload.arrival != "closed":
@@ -168,7 +171,7 @@ class Session:
             _require_answers(run, "run")
         if (count := self.count_tokens) is not None:
             run = dataclasses.replace(run, records=tuple(dataclasses.replace(record, own_tokens=count(record.text)) for record in run.records))
-        return Result(workload, self.info, measure(run, options.slo, options.price_per_hour), figures(), run, broken)
+        return Result(workload, self.info, measure(run, options.slo, options.price_per_hour), figures(), run, sources.broken)
 
     @contextlib.asynccontextmanager
     async def _watched(self) -> AsyncGenerator[Callable[[], ServerFigures]]:
@@ -208,15 +211,20 @@ async def open_session(options: ServerOptions, workload: Workload) -> AsyncGener
         workload: Its endpoint, tenants and priorities decide what is tried.
 
     Raises:
-        BenchmarkError: No server, no such model, or it refuses a first small request.
+        BenchmarkError: No server, no such model, or it refuses a first small request or does not answer it in time.
+        ConfigError: The URL is none.
     """
     url = normalize_url(options.url)
-    client = HttpClient(url, {"authorization": f"Bearer {options.api_key}"} if options.api_key else None)
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else None
+    client = HttpClient(url, headers, timeout_s=options.timeout_s)
     try:
         model = await served_model(client, options.model, url)
         shape = {"prefixed": workload.prefix_len > 0, "multi_turn": workload.turns > 1}
         wishes = Wishes(workload.endpoint, options.prompts, _wished_fields(options, workload), options.fields, **shape)
-        target: OpenAITarget = await negotiate(client, model, wishes, options.count_tokens)
+        try:
+            target: OpenAITarget = await negotiate(client, model, wishes, options.count_tokens)
+        except RequestFailedError as error:
+            raise BenchmarkError(f"{url}: {error}") from None
         info = ServerInfo(
             url, model, "openai" if workload.endpoint == "completions" else "openai-chat", target.prompts.source, target.prompts.exact, target.fields
         )
@@ -226,9 +234,21 @@ async def open_session(options: ServerOptions, workload: Workload) -> AsyncGener
 
 
 def normalize_url(url: str) -> str:
-    """Without ``/v1`` and slashes at its end; with ``http://`` where it has no scheme."""
+    """Without ``/v1`` and slashes at its end; with ``http://`` where it has no scheme.
+
+    Raises:
+        ConfigError: It is no HTTP URL.
+    """
     base = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-    return base if "://" in base else f"http://{base}"
+    full = base if "://" in base else f"http://{base}"
+    try:
+        parts = urllib.parse.urlsplit(full)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or an unclosed bracket
+        good = False
+    if not good or not all("!" <= character <= "~" for character in full):
+        raise ConfigError(f"the URL is {url!r}; must be one such as http://localhost:8000")
+    return full
 
 
 def estimate_tokens(text: str) -> int:

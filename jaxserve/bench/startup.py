@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from jaxserve.bench.report import make_table
+from jaxserve.bench.report import make_table, median_range, print_notes
 from jaxserve.bench.stopwatch import OTHER
 from jaxserve.bench.surroundings import Surroundings, Watch, readable_device
 from jaxserve.config import Config, to_yaml
@@ -141,7 +141,9 @@ def to_json(found: Startup) -> dict[str, Any]:
 
 
 def print_startup(found: Startup, console: Console) -> None:
-    """A row for each phase: medians, and their range where there is one."""
+    """A row for each phase: medians, and their range where there is one. Nothing where nothing was measured."""
+    if not found.starts:
+        return
     kinds: list[Kind] = [kind for kind in KINDS if found.values(kind, "ready")]
     around = found.surroundings
     counts = " and ".join(f"{len(found.values(kind, 'ready'))} {kind}" for kind in kinds)
@@ -152,7 +154,7 @@ def print_startup(found: Startup, console: Console) -> None:
     table.add_column("")
 
     def row(phase: str, meaning: str, *, style: str | None = None, last: bool = False) -> None:
-        table.add_row(phase, *(_range(found.values(kind, phase)) for kind in kinds), meaning, style=style, end_section=last)
+        table.add_row(phase, *(median_range(found.values(kind, phase), ".2f") for kind in kinds), meaning, style=style, end_section=last)
 
     *first, last_phase = BEFORE_READY
     for phase in first:
@@ -161,13 +163,7 @@ def print_startup(found: Startup, console: Console) -> None:
     row("ready", "the sum", style="bold")
     row(FIRST_TOKEN, "of a first request")
     console.print(table)
-    for note in around.notes():
-        console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
-
-
-def _range(values: Sequence[float]) -> str:
-    median = f"{statistics.median(values):.2f}"
-    return median if len(values) == 1 else f"{median} ({min(values):.2f}–{max(values):.2f})"
+    print_notes(console, around.notes())
 
 
 def _start(config_file: Path, cache: Path, time_limit_s: float) -> dict[str, Any]:

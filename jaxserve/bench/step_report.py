@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxserve.bench.ceilings import Ceilings
-from jaxserve.bench.report import make_table
+from jaxserve.bench.report import make_table, print_notes
 from jaxserve.bench.steps import PHASES, StepTimes
 from jaxserve.bench.surroundings import Surroundings
 from jaxserve.plan.roofline import Work
@@ -91,8 +91,10 @@ def to_json(report: StepReport) -> dict[str, Any]:
 
 
 def print_report(report: StepReport, console: Console) -> None:
-    """A column for each shape: where its time goes, what it did, and how near that is to the ceilings."""
+    """A column for each shape: where its time goes, what it did, and how near that is to the ceilings. Nothing where nothing was measured."""
     results = report.results
+    if not results:
+        return
     num_steps = len(results[0].times.steps)
     table = make_table(f"{report.model} ({report.dtype}) on {report.surroundings.device}: ms, medians of {num_steps} steps")
     table.add_column("", no_wrap=True)
@@ -119,8 +121,7 @@ def print_report(report: StepReport, console: Console) -> None:
     console.print(table)
     ceilings = report.ceilings
     console.print(f"ceilings, measured just before: {ceilings.bytes_per_s / 1e9:.3g} GB/s, {ceilings.flops_per_s / 1e9:.4g} GFLOP/s", highlight=False)
-    for note in notes(report):
-        console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
+    print_notes(console, notes(report))
 
 
 def notes(report: StepReport) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from jaxserve.bench.metrics import Slo
 from jaxserve.bench.session import Result
 from jaxserve.bench.workload import Workload
-from jaxserve.errors import ConfigError
+from jaxserve.errors import BenchmarkError, ConfigError
 
 MIN_TRIAL_S = 10.0
 MAX_TRIAL_S = 60.0
@@ -52,6 +52,7 @@ class MaxRate:
         trials: In the order they were run.
         unloaded: One request at a time, as a reference.
         note: What to know about the answer.
+        interrupted: Why the search ended before it had one; ``None`` when it did not.
     """
 
     slo: Slo
@@ -60,6 +61,41 @@ class MaxRate:
     trials: tuple[Trial, ...]
     unloaded: Result
     note: str
+    interrupted: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Runs at several levels of load.
+
+    Args:
+        results: At least one, in order; the last one may have been cut off.
+        interrupted: Why there are not more; ``None`` when all were run.
+    """
+
+    results: tuple[Result, ...]
+    interrupted: str | None = None
+
+
+async def run_levels(levels: Sequence[Workload], run: RunWorkload) -> Sweep:
+    """Runs one level after the other, until one is cut off or fails. What was measured before is kept.
+
+    Raises:
+        BenchmarkError: As ``run``, at the first level.
+    """
+    results: list[Result] = []
+    for level in levels:
+        try:
+            result = await run(level)
+        except BenchmarkError as error:
+            if not results:
+                raise
+            return Sweep(tuple(results), str(error))
+        if result.run.records or not results:
+            results.append(result)
+        if (interrupted := result.metrics.interrupted) is not None:
+            return Sweep(tuple(results), interrupted)
+    return Sweep(tuple(results))
 
 
 def at_rate(workload: Workload, rate: float) -> Workload:
@@ -82,14 +118,13 @@ def at_concurrency(workload: Workload, concurrency: int) -> Workload:
     return dataclasses.replace(workload, arrival="closed", concurrency=concurrency, trace=trace, **own)
 
 
-async def find_max_rate(
-    workload: Workload, slo: Slo, run: RunWorkload, *, start_rate: float | None = None, tolerance: float = 0.05, stopped: Callable[[], bool] = lambda: False
-) -> MaxRate:
+async def find_max_rate(workload: Workload, slo: Slo, run: RunWorkload, *, start_rate: float | None = None, tolerance: float = 0.05) -> MaxRate:
     """Bisects for the highest rate that a server sustains.
 
     A rate is sustained where ``slo.attainment`` of all requests are good and the answers keep up: once the last request is sent they end within
     ``tolerance / 2`` of the trial and two answers' time. First comes one request at a time: it shows whether the SLO can be kept at all, and where to begin.
-    Then doublings until a rate is too much, then halves of the bracket (of its logarithm) until its ends are within ``tolerance / 2``.
+    Then doublings until a rate is too much, then halves of the bracket (of its logarithm) until its ends are within ``tolerance / 2``. A trial that is cut
+    off, or in which nothing succeeds for errors, ends the search with what is known.
 
     Args:
         workload: Its arrivals; its own rate plays no part. Without a number and a duration a trial is as long as it takes an overload of ``tolerance`` to
@@ -98,11 +133,10 @@ async def find_max_rate(
         run: Runs a workload.
         start_rate: Where to begin; ``None`` begins where one request at a time would keep the server busy.
         tolerance: Relative error wanted, in (0, 1).
-        stopped: Whether to end with what is known.
 
     Raises:
         ConfigError: A trace, or a tolerance out of range.
-        BenchmarkError: As ``run``.
+        BenchmarkError: As ``run``, with one request at a time.
     """
     if not 0 < tolerance < 1:
         raise ConfigError(f"tolerance is {tolerance}; must be in (0, 1)")
@@ -113,17 +147,25 @@ async def find_max_rate(
     trials: list[Trial] = []
     low, high = 0.0, math.inf
 
-    def answer(note: str) -> MaxRate:
-        return MaxRate(slo, low, None if high == math.inf else high, tuple(trials), unloaded, note)
+    def answer(note: str, interrupted: str | None = None) -> MaxRate:
+        return MaxRate(slo, low, None if high == math.inf else high, tuple(trials), unloaded, note, interrupted)
 
+    def cut_off(reason: str) -> MaxRate:
+        return answer(f"ended early ({reason}), before the bracket was narrow enough", reason)
+
+    if unloaded.metrics.interrupted is not None:
+        return cut_off(unloaded.metrics.interrupted)
     if not unloaded.metrics.good_requests:
         return answer(f"impossible: not even one request at a time keeps {slo}")
     answer_s = unloaded.metrics.latencies["e2el"].max / 1e3
     rate = start_rate or 1 / answer_s
-    while not stopped():
-        result = await run(at_rate(trial_of, rate))
-        if result.metrics.interrupted:
-            break
+    while True:
+        try:
+            result = await run(at_rate(trial_of, rate))
+        except BenchmarkError as error:
+            return cut_off(str(error))
+        if result.metrics.interrupted is not None:
+            return cut_off(result.metrics.interrupted)
         trial = _judge(rate, result, slo, tolerance, answer_s)
         trials.append(trial)
         if trial.sustained:
@@ -136,16 +178,22 @@ async def find_max_rate(
             return answer(f"this client was {late.p99:.0f} ms late at {rate:.4g} requests/s: its machine is too busy or too slow to narrow it further")
         if low and high <= low * (1 + tolerance / 2):
             return answer(f"{low:.4g} is sustained, {high:.4g} is not")
+        if trial.sustained and _last_arrival_s(result) < answer_s:
+            return answer(f"at {rate:.4g} all requests of a trial are sent before the first can be answered: higher rates need more requests to be told apart")
         if not low and rate < MIN_LOAD / answer_s:
             return answer(f"even {rate:.4g} requests/s does not keep {slo}, though one request at a time does")
         rate = rate * 2 if high == math.inf else rate / 2 if not low else math.sqrt(low * high)
-    return answer("stopped before the bracket was narrow enough")
 
 
 def _trial_s(slo: Slo, tolerance: float) -> float:
     """A queue that grows by ``tolerance`` of a second each second is as long as the limit after ``limit / tolerance``."""
     longest_ms = max((limit for name, limit in slo.limits_ms.items() if name != "tpot"), default=0.0)
     return min(MAX_TRIAL_S, max(MIN_TRIAL_S, 4 * longest_ms / 1e3 / tolerance))
+
+
+def _last_arrival_s(result: Result) -> float:
+    """When the last session began, by plan."""
+    return max((record.request.arrival_s or 0.0 for record in result.run.records), default=0.0)
 
 
 def _judge(rate: float, result: Result, slo: Slo, tolerance: float, answer_s: float) -> Trial:

@@ -19,7 +19,7 @@ class RequestFailedError(Exception):
 
     Args:
         message: What happened, for a report.
-        outcome: ``refused`` or ``error``.
+        outcome: ``refused``, ``timed_out`` or ``error``.
         unreachable: There was no connection to be had: the server is gone rather than displeased.
     """
 

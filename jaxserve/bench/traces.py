@@ -102,7 +102,10 @@ def _row(row: Mapping[str, Any], unit: Literal["s", "ms"]) -> TraceRow | None:
 
 
 def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
-    return fields[next(name for name in names if name in fields)] if any(name in fields for name in names) else fields[""]
+    for name in names:
+        if name in fields:
+            return fields[name]
+    raise KeyError(f"none of {', '.join(names)}")
 
 
 def _seconds(value: Any, unit: Literal["s", "ms"]) -> float:

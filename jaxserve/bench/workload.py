@@ -57,7 +57,8 @@ class Workload:
         period_s: Length of a ``diurnal`` day.
         swing: Of ``diurnal``: the rate goes from ``rate * (1 - swing)`` to ``rate * (1 + swing)``; 0.8 if left out.
         end_rate: Requests per second at the end of a ``ramp``.
-        trace: A file of timestamped requests, CSV or JSON lines (docs/benchmarking.md).
+        trace: A file of timestamped requests, CSV or JSON lines (docs/benchmarking.md). Its path, and that of ``lengths``, is relative to the YAML file
+            that names it, else to the current folder.
         trace_unit: Of numeric timestamps in the trace.
         trace_speedup: Replay the trace that many times faster.
         num_requests: How many; ``None`` for no limit but ``duration_s``. With neither, the whole trace, or 100.
@@ -145,7 +146,7 @@ def load_workload(file: Path | None, values: Mapping[str, Any]) -> Workload:
     from_file: dict[str, Any] = {}
     if file is not None:
         try:
-            from_file = _read(read_yaml(file))
+            from_file = _beside(file, _read(read_yaml(file)))
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
     given = _read(values)
@@ -168,6 +169,12 @@ def _implied_arrival(given: Mapping[str, Any], from_file: Mapping[str, Any]) -> 
     if given.get("rate") is not None:
         return None if from_file.get("arrival", "closed") in _OWN_FIELDS["rate"] else "poisson"
     return "trace" if given.get("trace") is not None else None
+
+
+def _beside(file: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a file whose paths are relative to its folder, relative to the current one."""
+    paths = {key: path for key in ("trace", "lengths") if (path := fields.get(key)) is not None and (key, path) != ("lengths", "trace")}
+    return fields | {key: str(file.parent / Path(path).expanduser()) for key, path in paths.items()}
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:

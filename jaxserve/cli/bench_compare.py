@@ -112,37 +112,31 @@ def compare(
         raise ConfigError(f"--rounds is {rounds}; must be at least 1")
     if not log_folder.is_dir():
         raise ConfigError(f"--log-folder is {log_folder}; must be a folder that exists")
-    if html is not None:
-        from jaxserve.plots import require_matplotlib
-
-        require_matplotlib()
-    rates, sizes = options.numbers(rate, "--rate"), [int(number) for number in options.numbers(concurrency, "--concurrency")]
-    base = options.workload_of(
-        workload,
-        fields,
-        {
-            "rate": rates[0] if rates else None,
-            "concurrency": sizes[0] if sizes else None,
-            "arrival": arrival,
-            "burstiness": burstiness,
-            "trace": trace,
-            "num_requests": num_requests,
-            "duration_s": duration,
-            "seed": seed,
-            "input_len": input_len,
-            "output_len": output_len,
-            "lengths": lengths,
-            "prefix_len": prefix_len,
-            "endpoint": "chat" if chat else None,
-        },
-    )
+    options.check_outputs(json_file, html)
+    rates, sizes = options.numbers(rate, "--rate"), options.whole_numbers(concurrency, "--concurrency")
+    given = {
+        "arrival": arrival,
+        "burstiness": burstiness,
+        "trace": trace,
+        "num_requests": num_requests,
+        "duration_s": duration,
+        "seed": seed,
+        "input_len": input_len,
+        "output_len": output_len,
+        "lengths": lengths,
+        "prefix_len": prefix_len,
+        "endpoint": "chat" if chat else None,
+    }
+    varied = {"rate": rates[0] if rates else None, "concurrency": sizes[0] if sizes else None}
+    own = options.own_rate_workload(workload, fields, given) if rates else None
+    base = own or options.workload_of(workload, fields, given | varied)
     levels = [at_rate(base, value) for value in rates] + [at_concurrency(base, size) for size in sizes]
     job = Job(
         contenders=contenders,
         workloads=levels or [base],
         run=options.run_options(warmup=warmup, timeout=timeout, goodput=goodput, price_per_hour=None),
         server=options.server_options(
-            "", model=model, api_key=api_key, prompts=prompts, tokenizer=tokenizer, no_ignore_eos=no_ignore_eos, extra_body=extra_body
+            "", timeout=timeout, model=model, api_key=api_key, prompts=prompts, tokenizer=tokenizer, no_ignore_eos=no_ignore_eos, extra_body=extra_body
         ),
         rounds=rounds,
         log_folder=log_folder,
@@ -158,7 +152,7 @@ def compare(
 async def _run(job: Job) -> int:
     from rich.console import Console
 
-    from jaxserve.bench import compare, compare_report, report
+    from jaxserve.bench import compare, compare_report
 
     with options.stop_on_interrupt() as stop:
         found = await compare.compare(
@@ -173,11 +167,12 @@ async def _run(job: Job) -> int:
             one_at_a_time=job.one_at_a_time,
             stop=stop,
         )
-    compare_report.print_comparison(found, Console())
-    if job.json_file is not None:
-        report.write_json(job.json_file, compare_report.to_json(found))
-    if job.html_file is not None and found.turns:
-        compare_report.write_page(job.html_file, found)
-    if found.interrupted:
-        return options.INTERRUPTED_STATUS
+    html_file = job.html_file if found.turns else None
+    options.all_of(
+        lambda: compare_report.print_comparison(found, Console()),
+        lambda: options.write_json(job.json_file, compare_report.to_json(found)),
+        *([lambda: compare_report.write_page(html_file, found)] if html_file is not None else []),
+    )
+    if found.interrupted is not None:
+        return options.INTERRUPTED_STATUS if stop.is_set() else options.FAILED_STATUS
     return options.status_of([turn.result for turn in found.turns])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any
 
 import typer
 
 from jaxserve.cli import bench_options as options
-from jaxserve.cli.bench_engine import open_engine, whole_numbers
+from jaxserve.cli.bench_engine import open_engine
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.config import SchedulerConfig
 from jaxserve.errors import ConfigError
@@ -42,6 +43,7 @@ def throughput(
 
         jaxserve bench throughput gemma3-270m --workload configs/workloads/agent.yaml scheduler.max_num_seqs=64
     """
+    options.check_outputs(json_file)
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug)
     from jaxserve.bench.offline import offline_workload
 
@@ -64,12 +66,12 @@ def throughput(
     with show_progress() as observer:
         result = run_workload(engine, planned, device=device_name(), price_per_hour=price_per_hour, observer=observer)
     around, console = surroundings(watch), Console()
-    report.print_result(result, console)
     compiles = [] if resolved.engine.warmup else ["engine.warmup is false: these figures hold the compiling too"]
-    for note in compiles + around.notes():
-        console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
-    if json_file is not None:
-        report.write_json(json_file, report.to_json(result) | around.to_json())
+    options.all_of(
+        lambda: report.print_result(result, console),
+        lambda: report.print_notes(console, compiles + around.notes()),
+        lambda: options.write_json(json_file, report.to_json(result) | around.to_json()),
+    )
     raise typer.Exit(options.INTERRUPTED_STATUS if result.metrics.interrupted else options.status_of([result]))
 
 
@@ -93,7 +95,8 @@ def latency(
 
         jaxserve bench latency --batch 1,8 --input-len 512 --output-len 32
     """
-    sizes = whole_numbers(batch, "--batch")
+    options.check_outputs(json_file)
+    sizes = options.whole_numbers(batch, "--batch")
     usual = SchedulerConfig()
     slots = max(*sizes, usual.max_num_seqs)
     defaults: dict[str, Any] = {"engine.warmup": False}  # each batch runs once before it counts
@@ -104,7 +107,6 @@ def latency(
 
     from rich.console import Console
 
-    from jaxserve.bench import report
     from jaxserve.bench.batches import BatchResult, print_batches, run_batches, to_json
     from jaxserve.bench.offline import offline_workload
     from jaxserve.bench.surroundings import Watch, device_name, surroundings
@@ -114,15 +116,14 @@ def latency(
         raise ConfigError(f"--batch is {batch}; it must be at most {engine.stats().max_num_seqs}, the sequences that run at once (scheduler.max_num_seqs)")
     watch = Watch()
     found: list[BatchResult] = []
+    numbers = itertools.count()
     for size in sizes:
         fields = {"num_requests": size, "input_len": str(input_len), "output_len": str(output_len), "seed": seed or 0}
-        found.append(run_batches(engine, offline_workload(None, fields), repeats=repeats, device=device_name()))
+        found.append(run_batches(engine, offline_workload(None, fields), repeats=repeats, device=device_name(), numbers=numbers))
         if found[-1].result.metrics.interrupted:
             break
     around = surroundings(watch)
-    print_batches(found, around, Console())
-    if json_file is not None:
-        report.write_json(json_file, to_json(found, around))
+    options.all_of(lambda: print_batches(found, around, Console()), lambda: options.write_json(json_file, to_json(found, around)))
     if found[-1].result.metrics.interrupted:
         raise typer.Exit(options.INTERRUPTED_STATUS)
     raise typer.Exit(options.status_of([one.result for one in found]))

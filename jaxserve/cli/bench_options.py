@@ -7,18 +7,20 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from jaxserve.errors import ConfigError
+from jaxserve.output_files import require_folder
 
 if TYPE_CHECKING:
     from jaxserve.bench.session import Result, RunOptions, ServerOptions
     from jaxserve.bench.workload import Workload
 
+FAILED_STATUS = 1
 SOME_FAILED_STATUS = 3
 SLO_MISSED_STATUS = 4
 INTERRUPTED_STATUS = 130
@@ -130,9 +132,22 @@ def workload_of(file: Path | None, fields: Sequence[str] | None, options: Mappin
     return load_workload(file, values | {key: value for key, value in options.items() if value is not None})
 
 
+def own_rate_workload(file: Path | None, fields: Sequence[str] | None, options: Mapping[str, Any]) -> Workload | None:
+    """What :func:`workload_of` gives; ``None`` where that has no rate of its own.
+
+    Rates are varied from there: a ramp has two, and a level keeps their ratio.
+    """
+    try:
+        workload = workload_of(file, fields, options)
+    except ConfigError:  # is raised again once it has a rate, unless that was all it wanted
+        return None
+    return None if workload.rate is None else workload
+
+
 def server_options(
     url: str,
     *,
+    timeout: float,
     model: str | None,
     api_key: str | None,
     prompts: str,
@@ -143,7 +158,7 @@ def server_options(
     """How to reach a server, from options.
 
     Raises:
-        ConfigError: A kind of prompt that does not exist, or a body that is no JSON object.
+        ConfigError: A kind of prompt that does not exist, a body that is no JSON object, or a key that no header can carry.
         JaxserveError: A tokenizer that cannot be loaded.
     """
     from jaxserve.bench.session import ServerOptions
@@ -151,6 +166,9 @@ def server_options(
     kinds: dict[str, Literal["auto", "ids", "text"]] = {"auto": "auto", "ids": "ids", "text": "text"}
     if prompts not in kinds:
         raise ConfigError(f"--prompts is {prompts!r}; must be one of {', '.join(kinds)}")
+    key = api_key or os.environ.get("OPENAI_API_KEY")
+    if key is not None and not all("!" <= character <= "~" for character in key):
+        raise ConfigError("the API key (--api-key or OPENAI_API_KEY) holds a blank, a line break or a character beyond ASCII; no HTTP header can carry it")
     try:
         extra: Any = json.loads(extra_body or "{}")
     except ValueError as error:
@@ -165,11 +183,12 @@ def server_options(
     return ServerOptions(
         url=url,
         model=model,
-        api_key=api_key or os.environ.get("OPENAI_API_KEY"),
+        api_key=key,
         prompts=kinds[prompts],
         count_tokens=count_tokens,
         ignore_eos=not no_ignore_eos,
         fields={"temperature": 0.0, **extra},
+        timeout_s=timeout,
     )
 
 
@@ -206,6 +225,51 @@ def numbers(text: str | None, option: str) -> list[float]:
     return values
 
 
+def whole_numbers(text: str | None, option: str) -> list[int]:
+    """Reads ``1,8,32``; none for an option that was not given.
+
+    Raises:
+        ConfigError: Not whole numbers of at least 1.
+    """
+    values = numbers(text, option)
+    if not all(value.is_integer() for value in values):
+        raise ConfigError(f"{option} is {text!r}; must be whole numbers of at least 1 separated by commas")
+    return [int(value) for value in values]
+
+
+def check_outputs(json_file: Path | None, html_file: Path | None = None) -> None:
+    """To be called before the work: that what comes of it can be written.
+
+    Raises:
+        ConfigError: A file whose folder does not exist, or a page without matplotlib.
+    """
+    require_folder("--json", json_file)
+    require_folder("--html", html_file)
+    if html_file is not None:
+        from jaxserve.plots import require_matplotlib
+
+        require_matplotlib()
+
+
+def write_json(file: Path | None, value: Mapping[str, Any]) -> None:
+    """Writes an object to the file of ``--json``, where that was given.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if file is not None:
+        from jaxserve.bench.report import write_json
+
+        write_json(file, value)
+
+
+def all_of(*outputs: Callable[[], None]) -> None:
+    """Calls each in order, also when one before it fails: a full disk or a closed pipe costs only its own report. Then raises what was raised last."""
+    with contextlib.ExitStack() as stack:
+        for output in reversed(outputs):
+            stack.callback(output)
+
+
 @contextlib.contextmanager
 def stop_on_interrupt() -> Generator[asyncio.Event]:
     """Yields an event that Ctrl-C sets; a second Ctrl-C ends the program as ever."""
@@ -226,5 +290,5 @@ def stop_on_interrupt() -> Generator[asyncio.Event]:
 def status_of(results: Sequence[Result]) -> int:
     """Exit status of a call that ran to its end."""
     if any(result.metrics.interrupted for result in results) or not any(result.metrics.completed for result in results):
-        return 1
+        return FAILED_STATUS
     return SOME_FAILED_STATUS if any(result.metrics.failed for result in results) else 0

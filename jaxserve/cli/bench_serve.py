@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +17,12 @@ from jaxserve.log import set_up_logging
 
 if TYPE_CHECKING:
     from jaxserve.bench.session import Result, RunOptions, ServerOptions
+    from jaxserve.bench.sweep import MaxRate, Sweep
     from jaxserve.bench.workload import Workload
 
 _SEVERAL = "Several runs"
+DEFAULT_TOLERANCE = 0.05
+DEFAULT_ATTAINMENT = 0.99
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class Job:
     concurrencies: Sequence[int] = ()
     find_max_rate: bool = False
     start_rate: float | None = None
-    tolerance: float = 0.05
+    tolerance: float = DEFAULT_TOLERANCE
     json_file: Path | None = None
     save_requests: bool = False
     html_file: Path | None = None
@@ -77,9 +81,16 @@ def serve(
     find_max_rate: Annotated[
         bool, typer.Option("--find-max-rate", metavar="", help="Search the highest rate that keeps --goodput.", rich_help_panel=_SEVERAL)
     ] = False,
-    tolerance: Annotated[float, typer.Option(metavar="X", help="Relative error of --find-max-rate.", rich_help_panel=_SEVERAL)] = 0.05,
+    tolerance: Annotated[
+        float | None, typer.Option(metavar="X", help="Relative error of --find-max-rate.", rich_help_panel=_SEVERAL, show_default=str(DEFAULT_TOLERANCE))
+    ] = None,
     goodput: options.Goodput = None,
-    slo_attainment: Annotated[float, typer.Option(metavar="X", help="Share of requests that must be good.", rich_help_panel=_SEVERAL)] = 0.99,
+    slo_attainment: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Share of requests that must be good for --find-max-rate.", rich_help_panel=_SEVERAL, show_default=str(DEFAULT_ATTAINMENT)
+        ),
+    ] = None,
     price_per_hour: options.PricePerHour = None,
     json_file: options.JsonFile = None,
     save_requests: Annotated[bool, typer.Option("--save-requests", metavar="", help="Every request in the JSON file too.", rich_help_panel="Report")] = False,
@@ -109,49 +120,60 @@ def serve(
         raise ConfigError("--find-max-rate needs an SLO to keep: --goodput ttft:500 or the like")
     if (sweep_rate or find_max_rate) and concurrency is not None:
         raise ConfigError(f"--concurrency is {concurrency}, a closed loop, which has no rate to vary; leave it out")
-    if sweep_concurrency and (rate or arrival not in (None, "closed")):
-        raise ConfigError("--sweep-concurrency runs closed loops, which have no rate; leave --rate and --arrival out")
-    if html is not None:
-        from jaxserve.plots import require_matplotlib
-
-        require_matplotlib()
-    rates = options.numbers(sweep_rate, "--sweep-rate")
-    concurrencies = [int(number) for number in options.numbers(sweep_concurrency, "--sweep-concurrency")]
-    varied: dict[str, Any] = {"rate": rates[0]} if rates else {"concurrency": concurrencies[0]} if concurrencies else {}
-    if find_max_rate and rate is None and workload is None:
-        varied = {"rate": 1.0}
-    planned = options.workload_of(
-        workload,
-        fields,
-        {
-            "rate": rate,
-            "concurrency": concurrency,
-            "arrival": arrival,
-            "burstiness": burstiness,
-            "trace": trace,
-            "num_requests": num_requests,
-            "duration_s": duration,
-            "seed": seed,
-            "input_len": input_len,
-            "output_len": output_len,
-            "lengths": lengths,
-            "prefix_len": prefix_len,
-            "endpoint": "chat" if chat else None,
-            **varied,
-        },
-    )
+    if sweep_rate and rate is not None:
+        raise ConfigError(f"--rate is {rate:g}, but --sweep-rate says which rates are run; leave it out")
+    if sweep_concurrency and (rate is not None or concurrency is not None or arrival not in (None, "closed")):
+        raise ConfigError("--sweep-concurrency says which closed loops are run, and they have no rate; leave --concurrency, --rate and --arrival out")
+    for name, value in (("--tolerance", tolerance), ("--slo-attainment", slo_attainment)):
+        if value is not None and not find_max_rate:
+            raise ConfigError(f"{name} is {value:g}, but it belongs to --find-max-rate, which was not given")
+    if save_requests and (find_max_rate or json_file is None):
+        raise ConfigError(
+            "--save-requests adds to the file of --json, which was not given"
+            if json_file is None
+            else "--save-requests is not for --find-max-rate; leave it out"
+        )
+    options.check_outputs(json_file, html)
+    rates, concurrencies = options.numbers(sweep_rate, "--sweep-rate"), options.whole_numbers(sweep_concurrency, "--sweep-concurrency")
+    given = {
+        "rate": rate,
+        "concurrency": concurrency,
+        "arrival": arrival,
+        "burstiness": burstiness,
+        "trace": trace,
+        "num_requests": num_requests,
+        "duration_s": duration,
+        "seed": seed,
+        "input_len": input_len,
+        "output_len": output_len,
+        "lengths": lengths,
+        "prefix_len": prefix_len,
+        "endpoint": "chat" if chat else None,
+    }
+    own, varied = None, dict[str, Any]()
+    if rates or find_max_rate:
+        own, varied = options.own_rate_workload(workload, fields, given), {"rate": rates[0] if rates else 1.0}
+    elif concurrencies:
+        varied = {"concurrency": concurrencies[0]}
+    planned = own or options.workload_of(workload, fields, given | varied)
     job = Job(
         server=options.server_options(
-            url, model=model, api_key=api_key, prompts=prompts, tokenizer=tokenizer, no_ignore_eos=no_ignore_eos, extra_body=extra_body
+            url, timeout=timeout, model=model, api_key=api_key, prompts=prompts, tokenizer=tokenizer, no_ignore_eos=no_ignore_eos, extra_body=extra_body
         ),
-        run=options.run_options(warmup=warmup, timeout=timeout, goodput=goodput, price_per_hour=price_per_hour, slo_attainment=slo_attainment),
+        run=options.run_options(
+            warmup=warmup,
+            timeout=timeout,
+            goodput=goodput,
+            price_per_hour=price_per_hour,
+            slo_attainment=DEFAULT_ATTAINMENT if slo_attainment is None else slo_attainment,
+        ),
         workload=planned,
         grpc=grpc,
         rates=rates,
         concurrencies=concurrencies,
         find_max_rate=find_max_rate,
-        start_rate=None if varied else planned.rate,
-        tolerance=tolerance,
+        start_rate=own and own.rate,
+        tolerance=DEFAULT_TOLERANCE if tolerance is None else tolerance,
         json_file=json_file,
         save_requests=save_requests,
         html_file=html,
@@ -176,37 +198,31 @@ async def _run(job: Job) -> int:
             async def run(workload: Workload) -> Result:
                 return await session.run(workload, job.run, observer=observer, stop=stop)
 
-            found = None
-            results: list[Result] = []
+            levels = [sweep.at_rate(job.workload, rate) for rate in job.rates] + [sweep.at_concurrency(job.workload, size) for size in job.concurrencies]
             if job.find_max_rate:
                 assert job.run.slo is not None
-                found = await sweep.find_max_rate(job.workload, job.run.slo, run, start_rate=job.start_rate, tolerance=job.tolerance, stopped=stop.is_set)
-                results = [trial.result for trial in found.trials]
-            elif job.rates or job.concurrencies:
-                levels = [sweep.at_rate(job.workload, rate) for rate in job.rates] + [sweep.at_concurrency(job.workload, size) for size in job.concurrencies]
-                for level in levels:
-                    if not stop.is_set():
-                        results.append(await run(level))
+                found = await sweep.find_max_rate(job.workload, job.run.slo, run, start_rate=job.start_rate, tolerance=job.tolerance)
             else:
-                results = [await run(job.workload)]
-            interrupted = stop.is_set()
-    if found is not None:
-        report.print_max_rate(found, console)
-        value = report.max_rate_json(found)
-    elif job.rates or job.concurrencies:
-        report.print_sweep(results, console)
-        value = {"runs": [report.to_json(result, requests=job.save_requests) for result in results]}
+                found = await sweep.run_levels(levels or [job.workload], run)
+            stopped = stop.is_set()
+    if isinstance(found, sweep.MaxRate):
+        show, value = partial(report.print_max_rate, found), partial(report.max_rate_json, found)
+    elif levels:
+        show, value = partial(report.print_sweep, found), partial(report.sweep_json, found, requests=job.save_requests)
     else:
-        report.print_result(results[0], console)
-        value = report.to_json(results[0], requests=job.save_requests)
-    if job.json_file is not None:
-        report.write_json(job.json_file, value)
-    if job.html_file is not None:
+        show, value = partial(report.print_result, found.results[0]), partial(report.to_json, found.results[0], requests=job.save_requests)
+    options.all_of(lambda: show(console), lambda: options.write_json(job.json_file, value()), lambda: _write_page(job.html_file, found))
+    if stopped:
+        return options.INTERRUPTED_STATUS
+    if found.interrupted is not None:
+        return options.FAILED_STATUS
+    if isinstance(found, sweep.MaxRate):
+        return 0 if found.rate else options.SLO_MISSED_STATUS
+    return options.status_of(found.results)
+
+
+def _write_page(file: Path | None, found: MaxRate | Sweep) -> None:
+    if file is not None:
         from jaxserve.bench.html import write_page
 
-        write_page(job.html_file, results, found)
-    if interrupted:
-        return options.INTERRUPTED_STATUS
-    if found is not None and not found.rate:
-        return options.SLO_MISSED_STATUS
-    return options.status_of(results) if found is None else 0
+        write_page(file, found)

@@ -30,17 +30,14 @@ def startup(
 
         jaxserve bench startup gemma3-270m --repeats 1 --json startup.json
     """
+    bench_options.check_outputs(json_file)
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug)
 
     from rich.console import Console
 
-    from jaxserve.bench import report
     from jaxserve.bench.startup import measure_startup, print_startup, to_json
 
     found = measure_startup(resolved, repeats=repeats)
-    if found.starts:
-        print_startup(found, Console())
-    if json_file is not None:
-        report.write_json(json_file, to_json(found))
+    bench_options.all_of(lambda: print_startup(found, Console()), lambda: bench_options.write_json(json_file, to_json(found)))
     if found.interrupted:
         raise typer.Exit(bench_options.INTERRUPTED_STATUS)

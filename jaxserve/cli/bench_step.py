@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from jaxserve.cli import bench_options
-from jaxserve.cli.bench_engine import whole_numbers
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.cli.progress import progress_bars
 from jaxserve.config import SchedulerConfig
@@ -47,7 +46,8 @@ def step(
 
         jaxserve bench step gemma3-270m --batch 1,8 --prefill 128,512 --mixed 31+128 --json step.json
     """
-    batches, prompts = whole_numbers(batch, "--batch"), whole_numbers(prefill, "--prefill")
+    bench_options.check_outputs(json_file)
+    batches, prompts = bench_options.whole_numbers(batch, "--batch"), bench_options.whole_numbers(prefill, "--prefill")
     both = _pairs(mixed)
     if not (batches or prompts or both):
         batches = [1, 8, 32]
@@ -62,16 +62,13 @@ def step(
 
     from rich.console import Console
 
-    from jaxserve.bench import report, step_report
+    from jaxserve.bench import step_report
     from jaxserve.bench.step_run import measure_steps
     from jaxserve.bench.steps import shapes_of
 
     with progress_bars() as progress:
         found = measure_steps(resolved, list(shapes_of(batches, prompts, both)), context=context, repeats=repeats, progress=progress)
-    if found.results:
-        step_report.print_report(found, Console())
-    if json_file is not None:
-        report.write_json(json_file, step_report.to_json(found))
+    bench_options.all_of(lambda: step_report.print_report(found, Console()), lambda: bench_options.write_json(json_file, step_report.to_json(found)))
     if found.interrupted:
         raise typer.Exit(bench_options.INTERRUPTED_STATUS)
 

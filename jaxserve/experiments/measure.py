@@ -37,6 +37,8 @@ class Measured:
 def measure_workload(engine: Engine, workload: Workload, *, slo: Slo | None = None, repeats: int = 1) -> Metrics:
     """The figures of a workload: of the run of median goodput, or median throughput without an SLO. One request goes before them, unmeasured.
 
+    Runs differ in their prompts alone, so that no run finds those of another in the prefix cache.
+
     Args:
         engine: Ready, without work.
         workload: What to run.
@@ -49,7 +51,7 @@ def measure_workload(engine: Engine, workload: Workload, *, slo: Slo | None = No
     """
     run_workload(engine, dataclasses.replace(workload, num_requests=1, duration_s=None, turns=1, seed=workload.seed + 1))
     preemptions, watch = engine.stats().num_preemptions, Watch()
-    runs = [run_workload(engine, workload) for _ in range(repeats)]
+    runs = [run_workload(engine, workload, run=repeat) for repeat in range(repeats)]
     others = watch.others()
     rate = "output_tokens_per_s" if slo is None else "goodput_per_s"
     measured = sorted(((measure(one.run, slo), one) for one in runs), key=lambda pair: getattr(pair[0], rate))
@@ -80,8 +82,13 @@ def measure_workload(engine: Engine, workload: Workload, *, slo: Slo | None = No
     return metrics
 
 
-def run_workload(engine: Engine, workload: Workload, clock: Callable[[], float] = time.perf_counter) -> Measured:
+def run_workload(engine: Engine, workload: Workload, clock: Callable[[], float] = time.perf_counter, *, run: int = 0) -> Measured:
     """Runs the plan to its end, in a closed loop or at its arrivals. Answers have their planned length, whatever the model says.
+
+    Args:
+        engine: Ready, without work.
+        workload: What to run; ``run`` as in :func:`~jaxserve.bench.plan.plan`.
+        clock: Gives seconds.
 
     Raises:
         InvalidRequestError: As :func:`measure_workload`; also the next.
@@ -95,12 +102,13 @@ def run_workload(engine: Engine, workload: Workload, clock: Callable[[], float] 
         if only_decodes:
             decode_step_ms.append(step_ms[-1])
 
-    run = run_in_process(engine, plan(workload, read_sources(workload)), concurrency=workload.concurrency, step_ended=step_ended, clock=clock)
-    if run.interrupted:
+    planned = plan(workload, read_sources(workload), run=run)
+    done = run_in_process(engine, planned, concurrency=workload.concurrency, step_ended=step_ended, clock=clock)
+    if done.interrupted:
         raise KeyboardInterrupt
-    if (failed := next((record for record in run.records if record.outcome == "error"), None)) is not None:
+    if (failed := next((record for record in done.records if record.outcome == "error"), None)) is not None:
         raise EngineError(f"request {failed.request.index} failed: {failed.error}")
-    return Measured(run, step_ms, decode_step_ms)
+    return Measured(done, step_ms, decode_step_ms)
 
 
 def _ends(name: str, of: Spread | None) -> Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import urllib.parse
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import grpc.aio
 
 from jaxserve.bench.plan import PlannedRequest
 from jaxserve.bench.prompts import IdPrompts
-from jaxserve.bench.session import ServerInfo, ServerOptions, Session
+from jaxserve.bench.session import ServerInfo, ServerOptions, Session, normalize_url
 from jaxserve.bench.target import RequestFailedError, Stream
 from jaxserve.bench.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
@@ -53,7 +54,7 @@ class GrpcTarget:
                 if response.token_ids:
                     stream.piece(response.text)
                 if response.finish_reason:
-                    stream.usage(response.usage.prompt_tokens, response.usage.completion_tokens)
+                    stream.usage(response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.cached_tokens)
                     stream.finish(response.finish_reason)
         except grpc.aio.AioRpcError as error:
             outcome = "refused" if error.code() in _REFUSALS else "error"
@@ -71,16 +72,20 @@ async def open_grpc_session(options: ServerOptions, workload: Workload) -> Async
     """Reaches a jaxserve server over gRPC.
 
     Args:
-        options: ``url`` is ``host:port``; a scheme before it is ignored.
+        options: ``url`` is ``host:port``; ``http://`` before it is ignored.
         workload: Its priorities are sent.
 
     Raises:
         BenchmarkError: No server, no such model, or it refuses a first small request.
-        ConfigError: A chat, or prompts as text: this target sends ids.
+        ConfigError: A chat, or prompts as text: this target sends ids. Or fields that no ``GenerateRequest`` has.
     """
     if workload.endpoint == "chat" or options.prompts == "text":
         raise ConfigError("--grpc sends completions of token ids; leave out the chat endpoint and text prompts")
-    address = options.url.rpartition("://")[2].rstrip("/")
+    address = urllib.parse.urlsplit(normalize_url(options.url)).netloc
+    fields: dict[str, Any] = {**options.fields, **({"ignore_eos": True} if options.ignore_eos else {})}
+    if workload.priorities:
+        fields["priority"] = workload.priorities[0]
+    _check_fields(fields)
     metadata = (("authorization", f"Bearer {options.api_key}"),) if options.api_key else ()
     async with grpc.aio.insecure_channel(address) as channel:
         stub = pb_grpc.InferenceStub(channel)
@@ -88,11 +93,18 @@ async def open_grpc_session(options: ServerOptions, workload: Workload) -> Async
             info = await stub.GetModelInfo(pb.GetModelInfoRequest(model=options.model or ""), metadata=metadata, timeout=_CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise BenchmarkError(f"{address}: {error.code().name}: {error.details()}") from None
-        fields: dict[str, Any] = {**options.fields, **({"ignore_eos": True} if options.ignore_eos else {})}
-        if workload.priorities:
-            fields["priority"] = workload.priorities[0]
         target = GrpcTarget(stub, info.model, metadata, fields, IdPrompts.within(info.vocab_size))
         yield Session(target, ServerInfo(address, info.model, "grpc", "token ids", True, fields), _no_metrics, options.count_tokens)
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    own = fields.keys() & {"model", "request_id", "text", "token_ids", "messages", "max_tokens"}
+    if own:
+        raise ConfigError(f"--extra-body holds {', '.join(sorted(own))}, which the benchmark sets itself")
+    try:
+        pb.GenerateRequest(**fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--extra-body with --grpc holds fields of a GenerateRequest: {error}") from None
 
 
 async def _no_metrics() -> None:
