@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,8 @@ def run_in_process(
         engine: Idle and warm.
         sessions: Requests that run one after the other. In an open loop in order of arrival. Prompts are token ids, answers have exactly the planned length.
         concurrency: Closed loop of so many sessions at any time, which no bound of the engine's queue refuses. ``None``: open loop, each session at its
-            ``arrival_s``, through the engine's door. A request counts as sent when it was due: a server would have taken it in the middle of a step.
+            ``arrival_s``, through the engine's door.
+            A request counts as sent when it was due, and a client as gone when it meant to go: a server would have noticed in the middle of a step.
         start_s: Where the times of the records begin.
         observer: Told of each request.
         step_ended: Told of each step: its seconds, and whether every request under way had its first token before it.
@@ -63,6 +65,8 @@ def run_in_process(
             if pause_s := driver.pause_s():
                 sleep(pause_s)
                 continue
+            if not driver.under_way:
+                continue  # what was waited for is due by now
             if step_ended is None:
                 driver.take(engine.step())
                 continue
@@ -101,6 +105,8 @@ class _Driver:
         self._concurrency = concurrency
         self._observer = observer
         self._elapsed_s = elapsed_s
+        self._thinking: list[tuple[float, int, deque[_Prepared]]] = []  # a heap: when the next turn is due, and its index
+        self._leaving: list[tuple[float, str]] = []  # a heap: when a client goes away, if it is still there
         self.under_way: dict[str, _UnderWay] = {}
         self.records: list[Record] = []
 
@@ -110,43 +116,71 @@ class _Driver:
         return all(one.stream.piece_times_s for one in self.under_way.values())
 
     def start_what_is_due(self) -> bool:
-        """Starts sessions whose time has come, or that have a free place. Returns whether anything is left to do."""
+        """Starts requests whose time has come, or that have a free place. Returns whether anything is left to do."""
+        self._cancel_who_left()
+        while self._thinking and self._thinking[0][0] <= self._elapsed_s():
+            due_s, _, session = heapq.heappop(self._thinking)
+            self._send(session, due_s)
         while self._waiting and self._is_due():
-            self._send(self._waiting.popleft())
-        return bool(self._waiting or self.under_way)
+            due_s = self._elapsed_s() if self._is_closed_loop else self._next_arrival_s
+            self._send(self._waiting.popleft(), due_s)
+        return bool(self._waiting or self._thinking or self.under_way)
 
     def pause_s(self) -> float:
         """How long nothing can be done; 0 where a step is to be made."""
         idle_s = self._engine.idle_s if self.under_way else float("inf")
-        if not idle_s or not self._waiting or self._concurrency is not None:
-            return idle_s
-        return max(0.0, min(idle_s, self._next_arrival_s - self._elapsed_s()))
+        if not idle_s:
+            return 0.0
+        moments_s = [heap[0][0] for heap in (self._thinking, self._leaving) if heap]
+        if self._waiting and not self._is_closed_loop:
+            moments_s.append(self._next_arrival_s)
+        return max(0.0, min([idle_s, *(moment_s - self._elapsed_s() for moment_s in moments_s)]))
 
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Outputs of a step that has ended just now."""
+        self._cancel_who_left()
         now_s = self._elapsed_s()
         for output in outputs:
-            one = self.under_way[output.request_id]
+            one = self.under_way.get(output.request_id)
+            if one is None:  # its client went away during the step
+                continue
             one.stream.piece_times_s += [now_s] * len(output.token_ids)
             if output.finish_reason is None:
                 continue
             del self.under_way[output.request_id]
             outcome: Outcome = "success" if output.error is None else "refused" if isinstance(output.refusal, _REFUSALS) else "error"
             self._end(one, outcome, now_s, output.error, output)
-            if one.session and outcome == "success":  # a conversation does not go on from an answer that never came
-                self._send(one.session)
+            if outcome == "success":  # a conversation does not go on from an answer that never came
+                self._go_on(one.session, now_s)
 
     @property
     def _next_arrival_s(self) -> float:
         return self._waiting[0][0][0].arrival_s or 0.0
 
-    def _is_due(self) -> bool:
-        return self._next_arrival_s <= self._elapsed_s() if self._concurrency is None else len(self.under_way) < self._concurrency
+    @property
+    def _is_closed_loop(self) -> bool:
+        return self._concurrency is not None
 
-    def _send(self, session: deque[_Prepared]) -> None:
+    def _is_due(self) -> bool:
+        return self._next_arrival_s <= self._elapsed_s() if self._concurrency is None else len(self.under_way) + len(self._thinking) < self._concurrency
+
+    def _cancel_who_left(self) -> None:
+        """Ends the requests whose clients have gone away by now, as a server does: nothing reaches them any more."""
+        while self._leaving and self._leaving[0][0] <= self._elapsed_s():
+            left_s, request_id = heapq.heappop(self._leaving)
+            if (one := self.under_way.pop(request_id, None)) is not None:
+                self._engine.abort(request_id)
+                self._end(one, "cancelled", left_s, None, None)
+                self._go_on(one.session, left_s)
+
+    def _go_on(self, session: deque[_Prepared], from_s: float) -> None:
+        """The session's next turn, if there is one, after its pause."""
+        if session:
+            heapq.heappush(self._thinking, (from_s + session[0][0].think_s, session[0][0].index, session))
+
+    def _send(self, session: deque[_Prepared], sent_s: float) -> None:
         planned, prompt = session.popleft()
         request = _request(self._engine, planned, prompt)
-        sent_s = self._elapsed_s() if planned.arrival_s is None or self._concurrency is not None else planned.arrival_s
         one = _UnderWay(planned, session, sent_s, Stream())
         self._observer.sent(planned, one.stream)
         shed: list[RequestOutput] = []
@@ -157,8 +191,10 @@ class _Driver:
                 self._engine.add(request)
         except _REFUSALS as error:
             self._end(one, "refused", self._elapsed_s(), str(error), None)
-        else:
-            self.under_way[request.request_id] = one
+            return
+        self.under_way[request.request_id] = one
+        if planned.cancel_after_s is not None:
+            heapq.heappush(self._leaving, (sent_s + planned.cancel_after_s, request.request_id))
             self.take(shed)
 
     def _end(self, one: _UnderWay, outcome: Outcome, end_s: float, error: str | None, last: RequestOutput | None) -> None:

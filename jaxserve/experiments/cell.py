@@ -29,8 +29,10 @@ def main(arguments: list[str]) -> int:
     """
     file, cell_id, pipe = arguments
     threading.Thread(target=_end_with, args=(int(pipe),), daemon=True).start()
-    (cell,) = (cell for cell in read_experiment(Path(file)).cells if cell.id == cell_id)
     try:
+        cell = next((cell for cell in read_experiment(Path(file)).cells if cell.id == cell_id), None)
+        if cell is None:
+            raise ConfigError(f"{file}, or a file that it names, has changed since the sweep began: it has no cell {cell_id} any more")
         row = run_cell(cell)
     except JaxserveError as error:
         print(json.dumps({"error": str(error)}), flush=True)

@@ -27,8 +27,8 @@ _TOP_KEYS = ("title", "settings", "grid", "cells", "time_limit_s")
 _LOAD_KEYS: Mapping[str, int] = {"load.batch": 64, "load.context": 4096, "load.chunk": 2048}
 _MAX_CELLS = 10_000
 _DEFAULT_TIME_LIMIT_S = 1800.0
-_NOT_IN_PROCESS = ("trace", "think_s", "cancel_share", "tenants", "priorities")
-"""Fields of a workload that need a server or a client."""
+_CONTENT = "workload_sha256"
+"""Setting that stands for what is in the files that a workload names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Cell:
         target: What is planned for.
         load: What is planned with.
         workload: What is run.
+        files: SHA-256 of each file that the workload reads, by the field that names it.
         slo: What a good request keeps.
         repeats: How often the workload runs; the run of median goodput counts, or of median throughput without ``slo``.
         problem: Why it cannot be tried, where that is known beforehand.
@@ -57,6 +58,7 @@ class Cell:
     target: Target | None = None
     load: Load | None = None
     workload: Workload | None = None
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     slo: Slo | None = None
     repeats: int = 1
     problem: str = ""
@@ -64,8 +66,7 @@ class Cell:
     @property
     def id(self) -> str:
         """The same for the same settings, on any machine and in any order."""
-        text = json.dumps(self.settings, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return _digest(self.settings)
 
     def mesh_on_target(self) -> MeshShape:
         """The mesh that is planned.
@@ -221,12 +222,13 @@ def _checked_cell(given: Mapping[str, Any], folder: Path) -> Cell:
         settings["mesh"] = ",".join(f"{axis}={size}" for axis, size in mesh.items())
         values |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     target = load = workload = slo = None
+    files: Mapping[str, str] = {}
     if mode != "live":
         target, load = _target(own, settings, mode), Load(**{key.partition(".")[2]: take(key, int, default) for key, default in _LOAD_KEYS.items()})
         if min(dataclasses.astuple(load)) < 1:
             raise ConfigError(f"load is {dataclasses.asdict(load)}; must be at least 1 each")
     if mode != "plan":
-        workload = _workload(own, settings, folder)
+        workload, files = _workload(own, settings, folder)
         slo = parse_slo(take("goodput", str)) if "goodput" in own else None
     for key in own:
         if key in values:
@@ -242,7 +244,8 @@ def _checked_cell(given: Mapping[str, Any], folder: Path) -> Cell:
     if values.get("model.source"):
         settings["model"] = config.model.source
     return Cell(
-        settings=settings, mode=mode, config=config, mesh=mesh, devices=devices, target=target, load=load, workload=workload, slo=slo, repeats=repeats
+        settings=settings, mode=mode, config=config, mesh=mesh, devices=devices, target=target, load=load, workload=workload, files=files, slo=slo,
+        repeats=repeats,
     )  # fmt: skip
 
 
@@ -254,8 +257,8 @@ def _target(own: dict[str, Any], settings: dict[str, Any], mode: Mode) -> Target
     return target
 
 
-def _workload(own: dict[str, Any], settings: dict[str, Any], folder: Path) -> Workload:
-    """A file, single fields, or both."""
+def _workload(own: dict[str, Any], settings: dict[str, Any], folder: Path) -> tuple[Workload, Mapping[str, str]]:
+    """A file, single fields, or both; and the hashes of what it reads. Settings hold a hash of all files: a cell with other contents is another cell."""
     fields = {key.partition(".")[2]: own.pop(key) for key in [key for key in own if key.startswith("workload.")]}
     file = None
     if "workload" in own:
@@ -266,10 +269,24 @@ def _workload(own: dict[str, Any], settings: dict[str, Any], folder: Path) -> Wo
     except ConfigError as error:
         raise ConfigError(f"workload: {error}") from None
     settings |= {f"workload.{name}": getattr(workload, name) for name in fields}
-    default = Workload(arrival="closed", concurrency=1)
-    for name in _NOT_IN_PROCESS:
-        if getattr(workload, name) != getattr(default, name):
-            raise ConfigError(f"workload.{name} is {getattr(workload, name)}; a cell's workload runs in one process, which has none (jaxserve bench serve has)")
     if workload.arrival == "closed" and workload.duration_s is not None:
         raise ConfigError(f"workload.duration_s is {workload.duration_s:g}; in a cell a closed loop ends after workload.num_requests")
-    return workload
+    paths = {"trace": workload.trace, "lengths": None if workload.lengths == "trace" else workload.lengths}
+    files = {name: _file_sha256(name, Path(path)) for name, path in paths.items() if path is not None}
+    contents = files if file is None else {**files, "workload": read_yaml(file)}
+    if contents:
+        settings[_CONTENT] = _digest(contents)
+    return workload, files
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _file_sha256(name: str, file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"workload.{name}: cannot read {file}: {error.strerror}") from None

@@ -70,6 +70,9 @@ def run_sweep(experiment: Experiment, results: Results, run_cell: RunCell, *, re
         record = {
             **dataclasses.asdict(result),
             "config": sections(cell.config),
+            "workload": cell.workload and dataclasses.asdict(cell.workload),
+            "files_sha256": cell.files,
+            "load": cell.load and dataclasses.asdict(cell.load),
             "revision": revision,
             "started": started.isoformat(timespec="seconds"),
             **more,

@@ -104,3 +104,29 @@ def test_a_prompt_too_long_is_refused_before_anything_runs() -> None:
     sessions = [*planned(concurrency=1, num_requests=1), *planned(concurrency=1, num_requests=1, input_len="500")]
     with pytest.raises(InvalidRequestError, match="128"):
         run(sessions, concurrency=1)
+
+
+def test_a_session_pauses_between_its_turns_and_keeps_its_place() -> None:
+    found, clock = run(planned(concurrency=1, num_requests=4, turns=2, think_s=5), concurrency=1)
+    for before, after in zip(found.records, found.records[1:], strict=False):
+        assert after.sent_s == pytest.approx(before.end_s + after.request.think_s), "a session that pauses keeps the place of a closed loop"
+    assert clock.waits_s == pytest.approx([record.request.think_s for record in found.records if record.request.turn])
+    assert [record.outcome for record in found.records] == ["success"] * 4
+
+
+def test_clients_go_away_on_plan() -> None:
+    found, _ = run(planned(arrival="steady", rate=0.1, num_requests=6, turns=2, output_len="20", cancel_share=0.5, cancel_after_s=8))
+    leaving = [record for record in found.records if record.request.cancel_after_s is not None]
+    assert 0 < len(leaving) < len(found.records) == 6, "a conversation goes on after an answer that was broken off"
+    for record in found.records:
+        if record.request.cancel_after_s is None:
+            assert record.outcome == "success" and len(record.piece_times_s) == 20
+        else:
+            assert record.outcome == "cancelled" and record.end_s == pytest.approx(record.sent_s + record.request.cancel_after_s)
+            assert all(time_s <= record.end_s for time_s in record.piece_times_s) and len(record.piece_times_s) < 20
+
+
+def test_tenants_and_priorities_reach_the_engine() -> None:
+    found, _ = run(planned(arrival="burst", rate=1, burst_size=8, num_requests=8, tenants=2, priorities=(0, 1)), max_num_seqs=1)
+    by_priority = [record.request.priority for record in sorted(found.records, key=lambda record: record.end_s)]
+    assert sorted(by_priority) == by_priority or sorted(by_priority, reverse=True) == by_priority

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,35 @@ def test_an_id_hangs_on_settings_alone(tmp_path: Path) -> None:
     assert not {cell.id for cell in read(tmp_path, GRID).cells} & {cell.id for cell in read(tmp_path, changed).cells}
 
 
+def test_what_is_in_a_workloads_files_makes_another_cell(tmp_path: Path) -> None:
+    text = "settings: {workload: load.yaml}\ngrid: {cache.page_size: [16]}"
+    load, lengths = tmp_path / "load.yaml", tmp_path / "lengths.jsonl"
+    ids = []
+    for content in ("arrival: closed\nconcurrency: 1\n", "# the same\nconcurrency: '1'\narrival: closed\n", "arrival: closed\nconcurrency: 2\n"):
+        load.write_text(content)
+        ids.append(read(tmp_path, text).cells[0].id)
+    assert ids[0] == ids[1] != ids[2]
+    inline = "settings: {workload: {concurrency: 1, lengths: 'LENGTHS'}}\ngrid: {cache.page_size: [16]}".replace("LENGTHS", str(lengths))
+    for content in ("one", "two"):
+        lengths.write_text(content)
+        (cell,) = read(tmp_path, inline).cells
+        assert cell.files == {"lengths": hashlib.sha256(content.encode()).hexdigest()}
+        ids.append(cell.id)
+    assert ids[3] != ids[4]
+
+
+def test_a_cell_without_files_keeps_the_id_of_its_settings(tmp_path: Path) -> None:
+    """Results of earlier sweeps stay in place."""
+    (cell,) = read(tmp_path, "settings: {workload.concurrency: 1}\ngrid: {cache.page_size: [16]}").cells
+    assert dict(cell.settings) == {"mode": "live", "workload.concurrency": 1, "cache.page_size": 16} and cell.id == "20ef65300a89"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs/workloads").glob("*.yaml")), ids=lambda file: file.stem)
+def test_shipped_workloads_run_in_a_cell(tmp_path: Path, file: Path) -> None:
+    (cell,) = read(tmp_path, f"settings: {{workload: {file}}}\ngrid: {{cache.page_size: [16]}}").cells
+    assert not cell.problem
+
+
 def test_a_target_makes_a_plan(tmp_path: Path) -> None:
     text = "settings: {model: llama-3.1-70b, load.batch: 8}\ncells: [{target: 'v6e:8', mesh: 'data=2'}, {target: 'h200:8', mesh: 'data=1,model=8'}]"
     first, second = read(tmp_path, text).cells
@@ -95,7 +125,7 @@ def test_a_cell_that_contradicts_itself_is_kept_with_its_reason(tmp_path: Path) 
         ("settings: {workload.concurrency: 1}\ngrid: {goodput: ['ttft']}", "metric:milliseconds"),
         ("settings: {target: 'v6e:1', goodput: 'ttft:1', model: llama-3.1-8b}\ngrid: {load.batch: [1]}", "goodput has no meaning"),
         ("grid: {workload.burst_size: [3]}", "concurrency"),
-        ("grid: {workload.think_s: [3]}\nsettings: {workload.concurrency: 1}", "one process"),
+        ("grid: {workload.trace: [nowhere.csv]}", "workload.trace: cannot read nowhere.csv"),
         ("grid: {cache.page_size: [16]}\nsettings: {cache.page_size: 16, workload.concurrency: 1}", "again for one"),
         ("grid: {model: [a], model.source: [b]}\nsettings: {workload.concurrency: 1}", "given twice"),
         ("grid: {repeats: [0]}\nsettings: {workload.concurrency: 1}", "repeats is 0"),

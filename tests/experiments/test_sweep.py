@@ -111,6 +111,8 @@ def test_what_is_written(tmp_path: Path, experiment: Experiment) -> None:
     assert record["config"]["cache"]["page_size"] == 8
     assert record["metrics"] == {"output_tokens_per_s": 80.0}
     assert {"revision", "settings", "started", "status", "mesh"} <= record.keys()
+    assert record["workload"]["concurrency"] == 1 and record["workload"]["input_len"] == "128", "fields that nobody set are there too"
+    assert record["files_sha256"] == {} and record["load"] is None
 
 
 def test_a_plot_leaves_a_gap_where_a_cell_has_no_figure(tmp_path: Path, experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
