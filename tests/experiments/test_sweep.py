@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,11 +169,17 @@ def test_a_cell_that_takes_too_long_is_killed(tmp_path: Path, experiment: Experi
     assert caught.value.timed_out
 
 
-def test_a_cell_that_dies_says_how(tmp_path: Path, experiment: Experiment) -> None:
+def test_a_cell_that_cannot_run_says_why(tmp_path: Path, experiment: Experiment) -> None:
     with pytest.raises(CellFailedError, match="'m'"):
         process_runner(tmp_path / "pages.yaml", 100)(experiment.cells[0], tmp_path)
-    (tmp_path / "pages.yaml").unlink()
-    with pytest.raises(CellFailedError, match=r"ended with 1: .*No such file"):
+    (tmp_path / "pages.yaml").write_text(TEXT.replace("[8, 16, 32]", "[16, 32]"))
+    with pytest.raises(CellFailedError, match=f"has changed since the sweep began: it has no cell {experiment.cells[0].id}"):
+        process_runner(tmp_path / "pages.yaml", 100)(experiment.cells[0], tmp_path)
+
+
+def test_a_cell_that_dies_says_how(tmp_path: Path, experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(CellFailedError, match="ended with 1: it said nothing"):
         process_runner(tmp_path / "pages.yaml", 100)(experiment.cells[0], tmp_path)
 
 
