@@ -239,8 +239,7 @@ def normalize_url(url: str) -> str:
     Raises:
         ConfigError: It is no HTTP URL.
     """
-    base = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-    full = base if "://" in base else f"http://{base}"
+    full = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urllib.parse.urlsplit(full)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -248,7 +247,7 @@ def normalize_url(url: str) -> str:
         good = False
     if not good or not all("!" <= character <= "~" for character in full):
         raise ConfigError(f"the URL is {url!r}; must be one such as http://localhost:8000")
-    return full
+    return full.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def estimate_tokens(text: str) -> int:

@@ -138,12 +138,27 @@ def test_the_highest_rate_and_an_impossible_slo(command: Command, tmp_path: Path
         (("--rate", "1", "--prompts", "x"), "must be one of auto, ids, text"),
         (("--trace", "no-such-file.csv", "--warmup", "0"), "cannot read no-such-file.csv"),
         (("--workload", "no-such-file.yaml"), "no-such-file.yaml: cannot read"),
+        (("--rate", "1", "--url", "http://host:80x"), "the URL is 'http://host:80x'"),
+        (("--rate", "1", "--api-key", "a\nb"), "no HTTP header can carry it"),
+        (("--rate", "1", "--api-key", "clé"), "no HTTP header can carry it"),
+        (("--rate", "1", "--grpc", "--extra-body", '{"foo": 1}'), 'no "foo" field'),
+        (("--rate", "1", "--grpc", "--extra-body", '{"text": "x"}'), "which the benchmark sets itself"),
+        (("--rate", "1", "--sweep-rate", "1,2"), "--sweep-rate says which rates are run"),
+        (("--concurrency", "1", "--sweep-concurrency", "1,2"), "says which closed loops are run"),
+        (("--sweep-concurrency", "1.5"), "must be whole numbers"),
+        (("--rate", "1", "--tolerance", "0.1"), "belongs to --find-max-rate"),
+        (("--rate", "1", "--goodput", "ttft:5", "--slo-attainment", "0.9"), "belongs to --find-max-rate"),
+        (("--rate", "1", "--save-requests"), "the file of --json, which was not given"),
+        (("--find-max-rate", "--goodput", "ttft:5", "--save-requests", "--json", "a.json"), "--save-requests is not for --find-max-rate"),
+        (("--rate", "1", "--json", "no/such/folder/a.json"), "there is no folder no/such/folder"),
+        (("--rate", "1", "--html", "."), "which is a folder"),
     ],
 )
 def test_usage_errors_end_with_2(command: Command, words: tuple[str, ...], message: str) -> None:
     with Background() as server:
         status, _, err = command("--url", server.url, *words)
     assert (status, message in err) == (2, True), err
+    assert not server.bodies or "no-such-file.csv" in words
 
 
 def test_a_server_that_is_not_there_ends_with_1(command: Command) -> None:
@@ -180,6 +195,58 @@ def test_a_server_that_dies_is_reported_with_what_there_was(command: Command, tm
     assert "ended early" in out
     assert "cannot connect" in out
     assert 20 < json.loads((tmp_path / "a.json").read_text())["completed"] < 31
+
+
+def test_a_sweep_whose_server_dies_keeps_the_levels_before(command: Command, tmp_path: Path) -> None:
+    with Background(dies_after=9) as server:  # one to see what it takes, one with ids, four, three
+        files = ("--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
+        status, out, _ = command("--url", server.url, "--sweep-rate", "50,100,200", *SMALL, *files)
+    assert status == 1
+    assert "the sweep ended early" in out
+    found = json.loads((tmp_path / "a.json").read_text())
+    first, second = (run["completed"] for run in found["runs"])
+    assert (first, 1 <= second <= 3) == (4, True)
+    assert "the sweep ended early" in (tmp_path / "a.html").read_text()
+
+
+def test_a_ramp_is_swept_as_a_ramp(command: Command, tmp_path: Path) -> None:
+    ramp = tmp_path / "ramp.yaml"
+    ramp.write_text("arrival: ramp\nrate: 25\nend_rate: 100\n")
+    with Background() as server:
+        status, _, err = command("--url", server.url, "--workload", str(ramp), "--sweep-rate", "50,100", *SMALL, "--json", str(tmp_path / "a.json"))
+    assert status == 0, err
+    runs = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert [(run["workload"]["rate"], run["workload"]["end_rate"]) for run in runs] == [(50, 200), (100, 400)]
+
+
+def test_texts_of_a_server_are_shown_as_they_are(command: Command, tmp_path: Path) -> None:
+    """In rich's markup this name closes a style that was never opened, which is an error."""
+    name = "[/red] a [b] $x^2$"
+    with Background(name=name, model=FakeModel(0.05, 0.01, slots=1)) as server:
+        words = ("--url", server.url, *SMALL, "--timeout", "0.1", "--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
+        for load in (("--concurrency", "2"), ("--sweep-concurrency", "2")):
+            status, out, _ = command(*words, *load)
+            assert status in (0, 3)
+            assert name in " ".join(out.split())
+            assert (tmp_path / "a.json").exists()
+
+
+def test_nothing_is_lost_to_a_file_that_cannot_be_written(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, text: str, **_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with Background() as server:
+        status, out, err = command("--url", server.url, "--rate", "50", *SMALL, "--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
+    assert (status, "No space left" in err, "4 success" in out) == (2, True, True)
+
+
+def test_a_page_of_levels_that_failed(command: Command, tmp_path: Path) -> None:
+    with Background(model=FakeModel(5, 1, slots=1)) as server:
+        words = ("--url", server.url, *SMALL, "--prompts", "text", "--timeout", "0.05", "--html", str(tmp_path / "a.html"))
+        status, _, err = command(*words, "--sweep-concurrency", "1,2")
+    assert status == 1
+    assert "within 0.05 s" in err
 
 
 def test_timeouts_end_with_3(command: Command) -> None:

@@ -12,19 +12,21 @@ from typing import Any
 
 import pytest
 
+from jaxserve.bench import server_metrics
 from jaxserve.bench.http_client import HttpClient
-from jaxserve.bench.load import run_load
+from jaxserve.bench.load import Run, run_load
 from jaxserve.bench.metrics import Spread, measure
 from jaxserve.bench.openai_target import OpenAITarget
 from jaxserve.bench.plan import plan
 from jaxserve.bench.processes import cpu_use, read_cpu
-from jaxserve.bench.prompts import IdPrompts
+from jaxserve.bench.prompts import IdPrompts, WordPrompts
 from jaxserve.bench.report import warnings_of
-from jaxserve.bench.session import Result, RunOptions, ServerOptions, open_session
+from jaxserve.bench.server_metrics import compare_samples, parse_samples, read_samples
+from jaxserve.bench.session import Result, RunOptions, ServerOptions, normalize_url, open_session
 from jaxserve.bench.sse import EventReader
 from jaxserve.bench.target import RequestFailedError, Stream
 from jaxserve.bench.workload import Workload
-from jaxserve.errors import BenchmarkError
+from jaxserve.errors import BenchmarkError, ConfigError
 from tests.bench.fake_server import FakeModel, FakeServer
 
 QUICK = FakeModel(0.002, 0.001)
@@ -316,3 +318,93 @@ def test_a_stream_costs_little() -> None:
         process.stdin.close()  # type: ignore[union-attr]
         process.wait(10)
         process.stdout.close()  # type: ignore[union-attr]
+
+
+async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Takes what comes and never answers."""
+    await reader.read()
+
+
+def test_a_server_that_never_answers_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with raw_server(silence) as url, open_session(ServerOptions(url=url, timeout_s=0.1), ONE):
+            pass
+
+    with pytest.raises(BenchmarkError, match=r"cannot be reached: no complete answer within 0.1 s"):
+        asyncio.run(asyncio.wait_for(main(), 10))
+
+
+@pytest.mark.parametrize("silent", ["/v1/completions", "/tokenize"])
+def test_a_server_that_answers_some_things_is_not_waited_for(silent: str) -> None:
+    class Partly(FakeServer):
+        async def _answer(self, method: str, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await (silence(reader, writer) if path == silent else super()._answer(method, path, body, reader, writer))
+
+    server = Partly(FakeModel(QUICK.ttft_s, QUICK.tpot_s), token_ids=False)
+    if silent == "/tokenize":  # there are other ways to count
+        assert asyncio.run(asyncio.wait_for(bench(server, timeout_s=0.5), 10)).info.exact_prompts
+        return
+    with pytest.raises(BenchmarkError, match=r"no complete answer within 0.1 s"):
+        asyncio.run(asyncio.wait_for(bench(server, timeout_s=0.1), 10))
+
+
+def test_metrics_that_never_come_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "READ_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        async with raw_server(silence) as url:
+            assert await read_samples(HttpClient(url)) is None
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"null",
+        b'"text"',
+        b"[]",
+        b'{"choices": [null]}',
+        b'{"choices": {"0": 1}}',
+        b'{"choices": [{"delta": {"content": ["a"]}}]}',
+        b'{"usage": {"prompt_tokens": "7"}}',
+    ],
+)
+def test_an_odd_chunk_fails_its_request_alone(odd: bytes) -> None:
+    async def main() -> Run:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + chunk(delta={"content": "a"}) + b"data: " + odd + b"\n\n")
+
+        async with raw_server(serve) as url:
+            target = OpenAITarget(HttpClient(url), "m", "chat", WordPrompts())
+            return await run_load(plan(ONE), target, concurrency=1)
+
+    (record,) = asyncio.run(main()).records
+    assert record.outcome == "error"
+    assert record.error == f"a chunk is not in OpenAI's form: {odd.decode()}"
+
+
+@pytest.mark.parametrize("url", ["http://host:80x", "ftp://host", "http://", "http://[::1", "http://host/a b", "http://hôte", "http://host:0"])
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be one such as"):
+        normalize_url(url)
+
+
+def test_what_a_page_of_metrics_says() -> None:
+    def page(count: int) -> str:
+        return (
+            'vllm:kv_cache_usage_perc{engine="0"} 0.8\nvllm:kv_cache_usage_perc{engine="1"} 0.6\nvllm:num_requests_running{engine="0",name="{x}"} 3\n'
+            'vllm:num_requests_running{engine="1"} 4\nvllm:request_queue_time_seconds_sum 7\n'
+            + "".join(
+                f'vllm:request_queue_time_seconds_bucket{{engine="{engine}",le="{bound}"}} {share * count}\n'
+                for engine in (0, 1)
+                for bound, share in (("0.1", 0), ("0.2", 1), ("+Inf", 1))
+            )
+            + f"vllm:request_queue_time_seconds_count {2 * count}\nnot a sample\n"
+        )
+
+    found = compare_samples(parse_samples(page(0)), [], parse_samples(page(50)))
+    assert (found.peak_kv_cache_usage, found.peak_running) == (0.8, 7)  # the fuller engine's share, the requests of both
+    expected = {"median": 150, "std": 100 / 12**0.5, "p50": 150, "p90": 190, "p95": 195, "p99": 199}  # evenly between 100 and 200 ms
+    assert found.estimated_queue_time_ms == pytest.approx(expected)

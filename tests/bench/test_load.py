@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from jaxserve.bench.load import Record, Run, run_load
 from jaxserve.bench.metrics import measure, parse_slo, percentile
-from jaxserve.bench.plan import plan, read_sources
+from jaxserve.bench.plan import PlannedRequest, plan, read_sources
 from jaxserve.bench.target import RequestFailedError, Stream
 from jaxserve.bench.workload import Workload
 from tests.bench.fake_server import FakeModel, FakeTarget
@@ -142,6 +143,20 @@ def test_goodput_counts_requests_within_every_limit(virtual: Virtual) -> None:
         0,
         1,
     ]
+
+
+def test_what_was_prepared_before_the_start_is_not_in_the_clients_cost(virtual: Virtual) -> None:
+    class Slow(FakeTarget):
+        def prepare(self, request: PlannedRequest) -> PlannedRequest:
+            end_s = time.process_time() + 0.1
+            while time.process_time() < end_s:
+                pass
+            return request
+
+    async def main() -> Run:
+        return await drive(Workload(arrival="steady", rate=1, num_requests=3, output_len="1"), Slow(FakeModel(TTFT_S, TPOT_S)))
+
+    assert virtual(main()).cpu_s < 0.1
 
 
 def test_sessions_wait_for_their_answers_and_think(virtual: Virtual) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.bench.batches import run_batches
 from jaxserve.bench.metrics import measure
 from jaxserve.bench.offline import joined, offline_workload, plan_offline, run_offline
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.request import RequestOutput
+from jaxserve.request import Request, RequestOutput
 from tests.bench.test_cli import Command, command  # noqa: F401
 from tests.engine_host.fakes import fake_engine
 from tests.experiments.tiny_checkpoint import tiny_checkpoint
@@ -108,6 +109,21 @@ def test_latency(command: Command, tmp_path: Path) -> None:  # noqa: F811
     assert (status, "--batch is 5; it must be at most 4" in err) == (2, True)
     status, _, err = command(model, "--batch", "1.5", verb="latency")
     assert (status, "must be whole numbers" in err) == (2, True)
+
+
+def test_no_batch_has_the_prompts_of_another() -> None:
+    prompts: list[tuple[int, ...]] = []
+    engine: Engine = fake_engine()
+    add, numbers = engine.add, itertools.count()
+
+    def watched(request: Request) -> None:
+        prompts.append(tuple(request.prompt_token_ids))
+        add(request)
+
+    engine.add = watched  # type: ignore[method-assign]
+    for size in (1, 3):
+        run_batches(engine, offline_workload(None, {"num_requests": size, "input_len": "9", "output_len": "2"}), repeats=2, device="x", numbers=numbers)
+    assert len(prompts) == len(set(prompts)) == 3 * (1 + 3)
 
 
 def test_an_engine_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

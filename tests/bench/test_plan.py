@@ -175,6 +175,26 @@ def test_published_traces_are_read(tmp_path: Path) -> None:
     assert [(row.arrival_s, row.input_len) for row in read_trace(str(mooncake), unit="ms").rows] == [(0, 7), (2.5, 9)]
 
 
+def test_a_column_without_a_name_is_read_for_no_other(tmp_path: Path) -> None:
+    """Tables are often saved with their row numbers in a first column without a name."""
+    file = tmp_path / "trace.csv"
+    file.write_text(",timestamp,input_length\n" + "".join(f"{index},{index},5\n" for index in range(1, 5)))
+    with pytest.raises(ConfigError, match="4 of 4 rows cannot be read"):
+        read_trace(str(file))
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "work.yaml"
+    file.write_text("arrival: trace\ntrace: trace.csv\nlengths: trace\n")
+    monkeypatch.chdir(tmp_path)
+    named = load_workload(Path("a/work.yaml"), {})
+    assert (named.trace, named.lengths) == ("a/trace.csv", "trace")
+    assert load_workload(file, {"trace": "other.csv"}).trace == "other.csv"
+    file.write_text(f"rate: 1\nlengths: {tmp_path}/joint.json\n")
+    assert load_workload(file, {}).lengths == f"{tmp_path}/joint.json"
+
+
 def test_broken_rows_are_counted_and_too_many_are_fatal(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     good = '{"timestamp": 1, "input_tokens": 5, "output_tokens": 5}\n'

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from jaxserve.bench.metrics import Slo, parse_slo
-from jaxserve.bench.session import RunOptions, ServerInfo, Session
-from jaxserve.bench.sweep import MaxRate, at_concurrency, at_rate, find_max_rate
+from jaxserve.bench.session import Result, RunOptions, ServerInfo, Session
+from jaxserve.bench.sweep import MaxRate, Sweep, at_concurrency, at_rate, find_max_rate, run_levels
+from jaxserve.bench.target import RequestFailedError, Stream
 from jaxserve.bench.workload import Workload
-from jaxserve.errors import ConfigError
+from jaxserve.errors import BenchmarkError, ConfigError
 from tests.bench.fake_server import FakeModel, FakeTarget
 
 INFO = ServerInfo("http://fake", "fake", "openai", "token ids", True, {})
@@ -78,6 +81,77 @@ def test_refusals_are_too_much(virtual: Virtual) -> None:
 
     found: MaxRate = virtual(main())
     assert found.rate == pytest.approx(2.0, rel=0.05)  # 20 requests in 10 s are all that is served
+
+
+class Mortal(FakeTarget):
+    """Is gone, or answers nothing but errors, after a number of requests."""
+
+    def __init__(self, model: FakeModel, lives: int, *, unreachable: bool) -> None:
+        super().__init__(model)
+        self._lives = lives
+        self._unreachable = unreachable
+
+    async def run(self, prepared: Any, stream: Stream) -> None:
+        self._lives -= 1
+        if self._lives < 0:
+            raise RequestFailedError("out of order", unreachable=self._unreachable)
+        await super().run(prepared, stream)
+
+
+def runs_of(target: FakeTarget, slo: Slo, stop: asyncio.Event | None = None) -> Callable[[Workload], Awaitable[Result]]:
+    session = Session(target, INFO, no_metrics, None)
+    return lambda work: session.run(work, RunOptions(num_warmup=0, slo=slo), stop=stop)
+
+
+STEADY = Workload(arrival="steady", rate=1.0, output_len="2", duration_s=10)
+SLO = parse_slo("ttft:500")
+
+
+@pytest.mark.parametrize("unreachable", [True, False])
+def test_a_server_that_dies_leaves_what_was_found_until_then(unreachable: bool, virtual: Virtual) -> None:
+    async def main() -> MaxRate:
+        return await find_max_rate(STEADY, SLO, runs_of(Mortal(FakeModel(0.375, 0.125, 4), 25, unreachable=unreachable), SLO))
+
+    found: MaxRate = virtual(main())
+    assert [trial.rate for trial in found.trials] == [2.0]  # five alone and twenty at 2 requests/s
+    assert found.rate == 2.0
+    assert "out of order" in (found.interrupted or "")
+
+
+def test_stopping_while_nothing_is_known_says_nothing_of_the_slo(virtual: Virtual) -> None:
+    async def main() -> MaxRate:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.2, stop.set)
+        return await find_max_rate(STEADY, SLO, runs_of(FakeTarget(FakeModel(0.375, 0.125)), SLO, stop))
+
+    found: MaxRate = virtual(main())
+    assert (found.rate, found.interrupted) == (0, "stopped")
+    assert "impossible" not in found.note
+
+
+@pytest.mark.parametrize("turns", [1, 5])
+def test_a_few_requests_that_all_fit_at_once_end_the_search(turns: int, virtual: Virtual) -> None:
+    async def main() -> MaxRate:
+        few = Workload(arrival="poisson", rate=1.0, output_len="2", num_requests=10, turns=turns)
+        return await find_max_rate(few, SLO, runs_of(FakeTarget(FakeModel(0.375, 0.125)), SLO))
+
+    found: MaxRate = virtual(main())
+    assert found.above is None
+    assert 2 <= found.rate < 200
+    assert "need more requests" in found.note
+
+
+def test_levels_that_were_run_are_kept(virtual: Virtual) -> None:
+    async def main(lives: int, unreachable: bool) -> Sweep:
+        levels = [at_rate(dataclasses.replace(STEADY, num_requests=10, duration_s=None), rate) for rate in (1, 2, 4)]
+        return await run_levels(levels, runs_of(Mortal(FakeModel(0.375, 0.125), lives, unreachable=unreachable), SLO))
+
+    for lives, unreachable, completed in ((100, True, [10, 10, 10]), (10, True, [10]), (10, False, [10]), (13, True, [10, 3])):
+        found: Sweep = virtual(main(lives, unreachable))
+        assert [result.metrics.completed for result in found.results] == completed
+        assert (found.interrupted is None) == (lives == 100)
+    with pytest.raises(BenchmarkError, match="out of order"):
+        virtual(main(0, False))
 
 
 def test_levels() -> None:
