@@ -241,14 +241,6 @@ def test_nothing_is_lost_to_a_file_that_cannot_be_written(command: Command, tmp_
     assert (status, "No space left" in err, "4 success" in out) == (2, True, True)
 
 
-def test_a_page_of_levels_that_failed(command: Command, tmp_path: Path) -> None:
-    with Background(model=FakeModel(5, 1, slots=1)) as server:
-        words = ("--url", server.url, *SMALL, "--prompts", "text", "--timeout", "0.05", "--html", str(tmp_path / "a.html"))
-        status, _, err = command(*words, "--sweep-concurrency", "1,2")
-    assert status == 1
-    assert "within 0.05 s" in err
-
-
 def test_timeouts_end_with_3(command: Command) -> None:
     with Background(model=FakeModel(0.05, 0.01, slots=1)) as server:
         status, out, _ = command("--url", server.url, "--concurrency", "2", *SMALL, "--timeout", "0.1")
