@@ -37,10 +37,10 @@ def lines(values: Iterable[object]) -> str:
 
 
 def table(headers: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table of texts; the first column is to the left."""
-    head = "".join(f"<th>{text(header)}</th>" for header in headers)
+    """A table of texts; the first column is to the left. Without headers it has no such row."""
+    head = f"<tr>{''.join(f'<th>{text(header)}</th>' for header in headers)}</tr>" if headers else ""
     body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f"<table>{head}{body}</table>"
 
 
 def page(title: str, parts: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ def to_page(found: Sweep | MaxRate) -> str:
 
 def measured_page(title: str, parts: Sequence[str]) -> str:
     """A whole page of measurements, with the facts of this machine at its end; see :func:`~jaxserve.html_page.page`."""
-    return html_page.page(title, [*parts, f"<h2>Measured from</h2><section>{html_page.table(('', ''), report.environment().items())}</section>"])
+    return html_page.page(title, [*parts, f"<h2>Measured from</h2><section>{html_page.table((), report.environment().items())}</section>"])
 
 
 def _run(result: Result, *, heading: bool) -> str:

@@ -305,8 +305,10 @@ def latency_rows(result: Result) -> list[list[str]]:
 def latency_remark(result: Result) -> str:
     """What to know about :func:`latency_rows`."""
     told = "TPOT leaves out the first token; ITL is the time between pieces of text."
-    queue = " Queue is the server's word: its mean exact, the rest estimated from the buckets of its histogram."
-    return told + (queue if result.server.queue_time_ms is not None else "")
+    if result.server.queue_time_ms is None:
+        return told
+    how = "; all but its mean is estimated from the buckets of its histogram" if result.server.estimated_queue_time_ms else ""
+    return f"{told} Queue is by the server{how}."
 
 
 def median_range(values: Sequence[float], form: str) -> str:

@@ -78,7 +78,7 @@ def test_one_run_with_every_report(command: Command, tmp_path: Path) -> None:
         reports = ("--json", str(files[0]), "--html", str(files[1]), "--save-requests", "--goodput", "ttft:1000,tpot:500", "--price-per-hour", "3.6")
         status, out, _ = command("--url", f"{server.url}/v1/", "--rate", "50", *SMALL, *reports)
     assert status == 0
-    for word in ("TTFT", "TPOT leaves out the first token", "4 success", "goodput", "per million output tokens", "Queue is the server's word"):
+    for word in ("TTFT", "TPOT leaves out the first token", "4 success", "goodput", "per million output tokens", "Queue is by the server"):
         assert word in out
     result = json.loads(files[0].read_text())
     assert (result["completed"], result["failed"], result["total_output_tokens"], result["total_input_tokens"]) == (4, 0, 12, 80)
