@@ -135,7 +135,7 @@ class SchedulerConfig:
             (``cache.swap_gib``) while there is room, ``auto`` takes what costs less time by what was measured at the start.
         ageing_s: With ``order=priority``: how long waiting makes up for one step of priority.
         max_queued_requests: Most requests that wait, beyond those that free slots take in the next step; ``None`` for any number. More are refused, or
-            take the place of one with lower priority.
+            take the place of another: with ``order=priority`` of one with lower priority, with ``order=fair`` of one whose tenant has more in the queue.
         max_queued_tokens: Most prompt tokens that wait; ``None`` for any number.
         queue_timeout_s: A request that has not begun after this time is refused; ``None`` lets it wait.
         degrade_at: Share of ``max_queued_requests`` from which on new requests get at most ``degraded_max_tokens``.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
+from collections import Counter
+from collections.abc import Mapping
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.shedding import make_shedding
 from jaxserve.errors import OverloadedError, QuotaExceededError
 from jaxserve.request import Request
 from jaxserve.tenants import Tenants
@@ -17,8 +19,6 @@ _MEMORY_S = 10.0
 _LEAST_RETRY_S = 1.0
 _MOST_RETRY_S = 120.0
 """A queue that hardly moves now may move well in a while: nobody is sent away for longer because of it."""
-_COMPACT_AT = 256
-"""Fewer entries than this are not worth a search for those that have left the queue."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,11 +28,13 @@ class Load:
     Args:
         num_queued: Requests that have not run yet.
         num_queued_tokens: Tokens of their prompts.
+        num_queued_tokens_of: The same by tenant.
         num_free_slots: Sequences that can start in the next step; as many requests do not count as queued.
     """
 
     num_queued: int
     num_queued_tokens: int
+    num_queued_tokens_of: Mapping[str, int]
     num_free_slots: int
 
 
@@ -89,8 +91,7 @@ class Admission:
         self._config = config
         self._tenants = tenants
         self._accounts: dict[str, _Account] = {}
-        self._queued: list[tuple[int, int, Sequence]] = []  # a heap: lowest priority first, of these the last that came; some have left the queue
-        self._compact_at = _COMPACT_AT
+        self._shedding = make_shedding(config.order, tenants.weights)
 
     def check(self, request: Request, max_tokens: int, load: Load, now_s: float) -> list[Sequence]:
         """Decides whether a request may join.
@@ -102,7 +103,7 @@ class Admission:
             now_s: The time.
 
         Returns:
-            Queued sequences of lower priority that must leave for it.
+            Queued sequences that must leave for it; see ``shedding``.
 
         Raises:
             QuotaExceededError: Its tenant has used up what it may.
@@ -137,11 +138,7 @@ class Admission:
         account = self._account(sequence.request.options.tenant, now_s)
         account.num_requests += 1
         account.level -= sequence.num_prompt_tokens + sequence.max_tokens
-        heapq.heappush(self._queued, (-sequence.request.options.priority, -sequence.order[1], sequence))
-        if len(self._queued) > self._compact_at:
-            self._queued = [entry for entry in self._queued if _is_queued(entry[2])]
-            heapq.heapify(self._queued)
-            self._compact_at = max(_COMPACT_AT, 2 * len(self._queued))
+        self._shedding.enter(sequence)
 
     def leave(self, sequence: Sequence, now_s: float) -> None:
         """Books the end of a sequence: what it was allowed and did not use goes back to its tenant."""
@@ -183,28 +180,22 @@ class Admission:
         tokens_over = -math.inf
         if config.max_queued_tokens is not None and load.num_queued >= load.num_free_slots:
             tokens_over = load.num_queued_tokens + num_tokens - config.max_queued_tokens
-        shed: list[tuple[int, int, Sequence]] = []
+        num_queued_tokens = Counter(load.num_queued_tokens_of)
+        num_queued_tokens[request.options.tenant] += num_tokens
+        shed: list[Sequence] = []
         while num_over > 0 or tokens_over > 0:
-            lowest = self._lowest()
-            if lowest is None or lowest.request.options.priority <= request.options.priority:
-                for entry in shed:
-                    heapq.heappush(self._queued, entry)
+            sequences = self._shedding.choose(request, num_queued_tokens)
+            if sequences is None:
+                for sequence in reversed(shed):
+                    self._shedding.enter(sequence)
                 raise OverloadedError(
                     f"the queue is full: {load.num_queued} requests of {load.num_queued_tokens} tokens wait (scheduler.max_queued_requests is "
                     f"{config.max_queued_requests}, max_queued_tokens {config.max_queued_tokens})",
                     retry_after_s=self.retry_after_s(load.num_queued_tokens),
                 )
-            shed.append(heapq.heappop(self._queued))
+            sequence = sequences.pop()
+            shed.append(sequence)
             num_over -= 1
-            tokens_over -= lowest.num_prompt_tokens
-        return [sequence for _, _, sequence in shed]
-
-    def _lowest(self) -> Sequence | None:
-        """The queued sequence of the lowest priority."""
-        while self._queued and not _is_queued(self._queued[0][2]):
-            heapq.heappop(self._queued)
-        return self._queued[0][2] if self._queued else None
-
-
-def _is_queued(sequence: Sequence) -> bool:
-    return sequence.num_cached_tokens is None and sequence.status is not SequenceStatus.FINISHED
+            tokens_over -= sequence.num_prompt_tokens
+            num_queued_tokens[sequence.request.options.tenant] -= sequence.num_prompt_tokens
+        return shed

@@ -208,7 +208,7 @@ class Engine:
         )
 
     def submit(self, request: Request) -> list[RequestOutput]:
-        """Queues a request that came through ``make_request``, if it may join. Queued ones of lower priority may have to leave for it.
+        """Queues a request that came through ``make_request``, if it may join. Queued ones may have to leave for it, by priority or by their tenant's share.
 
         Returns:
             The last outputs of those.
@@ -221,7 +221,12 @@ class Engine:
         self._check_id(request)
         max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.params)
         scheduler = self._scheduler
-        load = Load(num_queued=scheduler.num_queued, num_queued_tokens=scheduler.num_queued_tokens, num_free_slots=scheduler.num_free_slots)
+        load = Load(
+            num_queued=scheduler.num_queued,
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_queued_tokens_of=scheduler.num_queued_tokens_of,
+            num_free_slots=scheduler.num_free_slots,
+        )
         try:
             shed = self._admission.check(request, max_tokens, load, self._clock())
         except QuotaExceededError:
@@ -234,7 +239,7 @@ class Engine:
         sequence = self._queue(request, self._admission.limit_max_tokens(max_tokens, load), max_tokens)
         if (timeout_s := self._config.scheduler.queue_timeout_s) is not None:
             self._queue_timeouts.add(sequence, request.arrival_s + timeout_s)
-        message = "the queue is full, and a request of higher priority took this one's place"
+        message = f"the queue is full, and another request has taken this one's place (scheduler.order is {self._config.scheduler.order})"
         return [self._refuse(lower, OverloadedError(message, retry_after_s=self._retry_after_s()), "shed") for lower in shed]
 
     def add(self, request: Request) -> None:

@@ -56,12 +56,13 @@ class FairQueue:
         self._queues: dict[str, WaitingQueue] = {}
         self._served: dict[str, float] = {}
         self._level = 0.0  # the account of the tenant that was head last: nobody here has less
+        self._num_sequences = 0  # may be asked from any thread, as a dictionary that changes may not
         self._heap: list[tuple[float, int, str]] = []  # one entry for each of ``_entered``, of an account as it was
         self._entered: set[str] = set()  # all tenants with a queue, and some without
         self._entries = itertools.count()
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return self._num_sequences
 
     def __contains__(self, sequence: Sequence) -> bool:
         queue = self._queues.get(sequence.request.options.tenant)
@@ -80,6 +81,7 @@ class FairQueue:
                 self._entered.add(tenant)
                 self._enter(tenant)
         queue.push(sequence)
+        self._num_sequences += 1
 
     def peek(self) -> Sequence | None:
         heap = self._heap
@@ -100,6 +102,7 @@ class FairQueue:
         tenant = sequence.request.options.tenant
         queue = self._queues[tenant]
         queue.remove(sequence)
+        self._num_sequences -= 1
         if not queue:
             del self._queues[tenant]
 
@@ -110,6 +113,7 @@ class FairQueue:
     def check_integrity(self) -> None:
         for queue in self._queues.values():
             queue.check_integrity()
+        assert self._num_sequences == sum(len(queue) for queue in self._queues.values())
         tenants = [tenant for _, _, tenant in self._heap]
         assert len(tenants) == len(set(tenants)) and set(tenants) == self._entered >= set(self._queues)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
@@ -23,7 +24,6 @@ from jaxserve.engine.queue_policy import make_key, make_queue
 from jaxserve.engine.rank import Rank, RankPlan, Room
 from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.engine.sequence import Sequence, SequenceStatus
-from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason
 
 _SEQUENCE_TOKENS = 64
@@ -85,11 +85,12 @@ class Scheduler:
         num_preemptions: Since the start.
         num_queued: Sequences that have not run yet.
         num_queued_tokens: Tokens of their prompts.
+        num_queued_tokens_of: The same by tenant.
         num_hit_tokens: Prompt tokens found in a prefix cache since the start; every prompt counts once, when it is first admitted.
         num_miss_tokens: Prompt tokens not found there.
 
     Raises:
-        ConfigError: Limits below 1, or a token budget that cannot give each running sequence a token.
+        ConfigError: A preferred batch that is larger than all slots.
     """
 
     def __init__(
@@ -107,13 +108,7 @@ class Scheduler:
         weights: Mapping[str, float] = MappingProxyType({}),
         place: Placement = soonest,
     ) -> None:
-        if config.max_num_seqs < 1:
-            raise ConfigError(f"scheduler.max_num_seqs must be at least 1, got {config.max_num_seqs}")
-        if config.max_tokens_per_step < config.max_num_seqs:
-            raise ConfigError(
-                f"scheduler.max_tokens_per_step must be at least scheduler.max_num_seqs ({config.max_num_seqs}), "
-                f"so that each running sequence can have a token a step; got {config.max_tokens_per_step}"
-            )
+        assert 1 <= config.max_num_seqs <= config.max_tokens_per_step, "Config has checked it"
         self.ranks = tuple(
             Rank(
                 index,
@@ -132,6 +127,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_queued = 0
         self.num_queued_tokens = 0
+        self.num_queued_tokens_of: Counter[str] = Counter()
         self.num_hit_tokens = 0
         self.num_miss_tokens = 0
         self._session_ttl_s = session_ttl_s
@@ -139,7 +135,6 @@ class Scheduler:
         self._key = make_key(config.order, ageing_s=config.ageing_s)
         self._num_slots = num_ranks * config.max_num_seqs
         self._batching = make_batching(config, self._num_slots)
-        self._charges = config.order == "fair"
         self._place = place
         self._paused: set[Sequence] = set()
         self._arrivals = itertools.count()
@@ -224,8 +219,7 @@ class Scheduler:
         pool = self.ranks[0].pool
         assert sequence.status is SequenceStatus.WAITING and sequence not in self._waiting and sequence.num_computed_tokens == 0
         assert pool.pages_for(sequence.num_prompt_tokens + sequence.max_tokens) <= pool.num_pages
-        self.num_queued += 1
-        self.num_queued_tokens += sequence.num_prompt_tokens
+        self._count_queued(sequence, 1)
         sequence.order = (self._key(sequence), next(self._arrivals))
         self._waiting.push(sequence)
 
@@ -234,16 +228,9 @@ class Scheduler:
         if sequence.status is SequenceStatus.FINISHED:
             return
         if sequence.num_cached_tokens is None:
-            self._leave_queue(sequence)
-        if sequence.status is SequenceStatus.RUNNING:
-            keep_s = self._session_ttl_s if sequence.request.options.session_id is not None else 0.0
-            self.ranks[sequence.rank].remove(sequence, is_sound=reason != "error", keep_s=keep_s)
-        elif sequence.status is SequenceStatus.SWAPPED:
-            self.ranks[sequence.rank].swap_space.drop(sequence)
-        elif sequence.status is SequenceStatus.PAUSED:
-            self._paused.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
+            self._count_queued(sequence, -1)
+        keep_s = self._session_ttl_s if sequence.request.options.session_id is not None else 0.0
+        self._detach(sequence, is_sound=reason != "error", keep_s=keep_s)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
@@ -277,22 +264,23 @@ class Scheduler:
             The sequences that have one more token, in the order of the schedule.
         """
         grown: list[Sequence] = []
-        charges = self._charges
+        charge = self._waiting.charge
         for scheduled, token_id in zip(schedule.sequences, token_ids, strict=True):
             if scheduled.samples:
                 sequence = scheduled.sequence
                 if sequence.status is not SequenceStatus.FINISHED and len(sequence.token_ids) == scheduled.start + scheduled.num_tokens:
                     sequence.token_ids.append(token_id)
                     grown.append(sequence)
-                    if charges:
-                        self._waiting.charge(sequence, 1)
+                    charge(sequence, 1)
         return grown
 
     def forget_pools(self) -> None:
         """Sends every sequence back to the queue and empties the prefix caches: for when the pools' content is lost, or the weights change."""
         for rank in self.ranks:
             for sequence in [*rank.running, *rank.swap_space.sequences]:
-                self._take_all(sequence, is_sound=False)
+                self._detach(sequence, is_sound=False)
+                sequence.num_computed_tokens = 0
+                sequence.num_preemptions += 1
                 sequence.status = SequenceStatus.WAITING
                 self._on_preempted(sequence)
             rank.cache.clear()
@@ -303,10 +291,10 @@ class Scheduler:
         """
         if sequence.status in (SequenceStatus.FINISHED, SequenceStatus.PAUSED):
             return
-        if sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
-        else:
-            self._take_all(sequence)
+        if sequence.status is not SequenceStatus.WAITING:
+            sequence.num_preemptions += 1
+        self._detach(sequence)
+        sequence.num_computed_tokens = 0
         sequence.status = SequenceStatus.PAUSED
         self._paused.add(sequence)
 
@@ -328,7 +316,11 @@ class Scheduler:
             assert not any(sequence in self._waiting for sequence in rank.running)
         self._waiting.check_integrity()
         queued = [sequence for sequence in itertools.chain(self._waiting, self._paused) if sequence.num_cached_tokens is None]
-        assert (self.num_queued, self.num_queued_tokens) == (len(queued), sum(sequence.num_prompt_tokens for sequence in queued))
+        num_tokens_of: Counter[str] = Counter()
+        for sequence in queued:
+            num_tokens_of[sequence.request.options.tenant] += sequence.num_prompt_tokens
+        assert (self.num_queued, self.num_queued_tokens) == (len(queued), num_tokens_of.total())
+        assert self.num_queued_tokens_of == num_tokens_of
         for sequence in itertools.chain(self._waiting, self._paused):
             assert sequence.status is (SequenceStatus.PAUSED if sequence in self._paused else SequenceStatus.WAITING)
             assert sequence.slot == -1 and not sequence.page_ids and sequence.num_computed_tokens == 0
@@ -351,7 +343,7 @@ class Scheduler:
             chosen.rank.start(head, chosen.plan, chosen.room)
             if is_first_time and head.num_cached_tokens is not None:
                 head.scheduled_s = now_s
-                self._leave_queue(head)
+                self._count_queued(head, -1)
                 self.num_hit_tokens += head.num_cached_tokens
                 self.num_miss_tokens += head.num_prompt_tokens - head.num_cached_tokens
             head = queue.peek()
@@ -361,10 +353,12 @@ class Scheduler:
         candidates = [Candidate(rank, plan, room) for rank, plan, room in rooms if room is not None]
         return self._place(sequence, candidates) if candidates else None
 
-    def _leave_queue(self, sequence: Sequence) -> None:
-        """Counts the end of a sequence's first wait."""
-        self.num_queued -= 1
-        self.num_queued_tokens -= sequence.num_prompt_tokens
+    def _count_queued(self, sequence: Sequence, number: int) -> None:
+        """Counts the begin (1) or the end (-1) of a sequence's first wait."""
+        num_tokens = number * sequence.num_prompt_tokens
+        self.num_queued += number
+        self.num_queued_tokens += num_tokens
+        self.num_queued_tokens_of[sequence.request.options.tenant] += num_tokens
 
     def _on_preempted(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -372,12 +366,13 @@ class Scheduler:
         if sequence.status is SequenceStatus.WAITING:
             self._waiting.push(sequence)
 
-    def _take_all(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """Takes all that a running or swapped sequence holds, and what it has computed with it. Its status is the caller's to change."""
-        rank = self.ranks[sequence.rank]
+    def _detach(self, sequence: Sequence, *, is_sound: bool = True, keep_s: float = 0.0) -> None:
+        """Takes a sequence out of where its status says it is, with all that it holds there. The status is the caller's to change."""
         if sequence.status is SequenceStatus.RUNNING:
-            rank.remove(sequence, is_sound=is_sound)
+            self.ranks[sequence.rank].remove(sequence, is_sound=is_sound, keep_s=keep_s)
+        elif sequence.status is SequenceStatus.SWAPPED:
+            self.ranks[sequence.rank].swap_space.drop(sequence)
+        elif sequence.status is SequenceStatus.PAUSED:
+            self._paused.remove(sequence)
         else:
-            rank.swap_space.drop(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
+            self._waiting.remove(sequence)

@@ -193,7 +193,7 @@ class TestShedding:
         assert bench.engine.stats().refused["shed"] == 2
 
     def test_a_running_request_is_never_shed(self) -> None:
-        bench = Bench(max_queued_requests=0)
+        bench = Bench(max_queued_requests=0, order="priority")
         bench.submit("a", priority=9)
         bench.submit("b", priority=9)
         bench.step()
@@ -203,13 +203,53 @@ class TestShedding:
         assert bench.ended() == {"a": "length", "b": "length"}
 
     def test_of_equals_the_last_that_came(self) -> None:
-        bench = Bench(max_queued_requests=2)
+        bench = Bench(max_queued_requests=2, order="priority")
         for name in ("run0", "run1", "first", "last"):
             bench.submit(name, priority=3)
         bench.step()
         bench.submit("urgent", priority=0)
         bench.step()
         assert bench.ended() == {"last": "error"}
+
+    @pytest.mark.parametrize("order", ["fcfs", "deadline", "fair"])
+    def test_a_priority_takes_nobodys_place_in_other_orders(self, order: str) -> None:
+        bench = Bench(max_queued_requests=0, order=order)
+        for name in "ab":
+            bench.submit(name, priority=9, tenant=name)
+        with pytest.raises(OverloadedError):
+            bench.submit("pushy", priority=-9, tenant="c")
+
+    def test_a_flood_costs_whom_it_comes_from(self) -> None:
+        bench = Bench(max_queued_requests=6, order="fair")
+        for i in range(8):
+            bench.submit(f"flood{i}", tenant="flood")
+        bench.step()
+        with pytest.raises(OverloadedError):
+            bench.submit("more", tenant="flood")
+        for i in range(5):
+            with contextlib.suppress(OverloadedError):
+                bench.submit(f"quiet{i}", tenant="quiet", priority=9)  # half of the queue, and no more
+        assert bench.ended() == {f"flood{i}": "error" for i in (7, 6, 5)}
+        assert all(isinstance(bench.refusal(name), OverloadedError) for name in bench.ended())
+        bench.finish()
+        assert Counter(bench.ended().values()) == {"error": 3, "length": 8}
+        assert bench.engine.stats().refused["shed"] == 3
+
+    def test_shares_of_the_queue_go_by_tokens_and_weight(self) -> None:
+        tenants = TenantsConfig(keys=("gold=k1", "iron=k2"), limits=("gold.weight=3",))
+        bench = Bench(max_queued_requests=None, max_queued_tokens=40, order="fair", tenants=tenants, max_tokens_per_step=64)
+        for i in range(2):
+            bench.submit(f"run{i}", max_tokens=50, tenant="other")
+        bench.step()
+        for i in range(4):
+            bench.submit(f"gold{i}", prompt_len=6, tenant="gold")
+        bench.submit("iron0", prompt_len=7, tenant="iron")
+        bench.submit("iron1", prompt_len=7, tenant="iron")
+        bench.submit("gold4", prompt_len=6, tenant="gold")  # 30 / 3 against 14
+        assert bench.ended() == {"iron1": "error"}
+        with pytest.raises(OverloadedError):
+            bench.submit("iron2", prompt_len=8, tenant="iron")
+        assert bench.ended() == {"iron1": "error"}
 
 
 class TestTime:
@@ -292,7 +332,7 @@ class TestTime:
             expiry.add(sequence, 10.0 + i)
             if i >= 3:
                 sequences[i - 3].status = SequenceStatus.FINISHED
-        assert len(expiry._heap) <= 300
+        assert len(expiry._sequences._heap) <= 300
         assert expiry.take_due(2000.0) == sequences[-3:] and expiry.next_s == math.inf
 
 
@@ -453,12 +493,16 @@ def test_options_out_of_range(field: str, value: Any) -> None:
 
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
-    bench = Bench(queue_timeout_s=1000.0)
+    bench = Bench(queue_timeout_s=1000.0, order="priority")
     for i in range(2000):
         bench.submit(f"r{i}", max_tokens=1, deadline_ms=1_000_000)
         bench.engine.step()
     engine = bench.engine
-    kept = {"queued": engine._admission._queued, "timeouts": engine._queue_timeouts._heap, "deadlines": engine._deadlines._heap}
+    kept = {
+        "queued": engine._admission._shedding._sequences._heap,  # pyright: ignore[reportAttributeAccessIssue]
+        "timeouts": engine._queue_timeouts._sequences._heap,
+        "deadlines": engine._deadlines._sequences._heap,
+    }
     assert all(len(entries) <= 257 for entries in kept.values()), {name: len(entries) for name, entries in kept.items()}
     assert not engine._generations and not engine.has_work
 

@@ -127,6 +127,18 @@ class TestFairShare:
         assert abs(names["late"] - names["busy"]) <= 2
 
 
+def test_the_length_of_a_fair_queue_may_be_asked_while_it_changes() -> None:
+    class Changing(dict[str, WaitingQueue]):
+        def values(self) -> Any:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    queue = FairQueue({})
+    for tenant in "abc":
+        queue.push(make_sequence(tenant, tenant=tenant))
+    queue._queues = Changing(queue._queues)
+    assert len(queue) == 3
+
+
 @pytest.mark.parametrize("kind", ["heap", "fair"])
 def test_queues_against_a_sorted_list(kind: str) -> None:
     random.seed(3)

@@ -15,7 +15,6 @@ from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.sequence import Sequence, SequenceStatus
 from jaxserve.engine.waiting_queue import WaitingQueue
-from jaxserve.errors import ConfigError
 from jaxserve.request import Request, SamplingParams
 from tests.engine_host.fakes import FakeRunner, plain_run
 
@@ -205,12 +204,6 @@ class TestPolicy:
             schedule = scheduler.schedule()
             scheduler.update(schedule, [1] * len(schedule.sequences))
         assert Counted.num_peeks == 3 + 2
-
-    def test_contradictory_limits_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"max_tokens_per_step must be at least scheduler.max_num_seqs \(8\).*got 4"):
-            make_scheduler(max_num_seqs=8, max_tokens_per_step=4)
-        with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
-            make_scheduler(max_num_seqs=0)
 
 
 class TestRanks:
