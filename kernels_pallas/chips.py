@@ -132,14 +132,14 @@ def _nvlink(bytes_per_s: float, num_links: int) -> Links:
 
 def _tpu(
     name: str, kind: str, *, tera: Mapping[str, float], memory_gib: int, usable_gib: float, bytes_per_s: float, vmem_mib: int, float8: bool, links: Links,
-    grids: tuple[str, ...], source: str, devices_per_chip: int = 1,
+    grids: tuple[str, ...], source: str, devices_per_chip: int = 1, num_cores: int = 1,
 ) -> Chip:  # fmt: skip
     """A TPU from the figures of a whole chip, but for what is usable, which is a device's."""
     return Chip(
         name=name, platform="tpu", kind=kind, devices_per_chip=devices_per_chip, memory_bytes=memory_gib * GIB // devices_per_chip,
         usable_bytes=int(usable_gib * GIB),
         bytes_per_s=bytes_per_s / devices_per_chip, flops_by_dtype={dtype: value * _TERA / devices_per_chip for dtype, value in tera.items()},
-        fast_memory_bytes=vmem_mib * MIB, num_cores=1, native_float8=float8, links=links, topologies=grids, source=source,
+        fast_memory_bytes=vmem_mib * MIB, num_cores=num_cores, native_float8=float8, links=links, topologies=grids, source=source,
     )  # fmt: skip
 
 
@@ -158,6 +158,7 @@ _TPUS = (
     _tpu(
         "v5p", "tpu v5", tera={"bfloat16": 459, "int8": 918}, memory_gib=96, usable_gib=95.73, bytes_per_s=2.765e12, vmem_mib=64, float8=False,
         links=_ici(100e9, 6), grids=_GRIDS_3D, source="cloud.google.com/tpu/docs/v5p; int8: cloud.google.com/blog, TPU v5p, 2023-12",
+        num_cores=2,
     ),
     _tpu(
         "v6e", "tpu v6 lite", tera={"bfloat16": 918, "int8": 1836, "float8_e4m3fn": 918}, memory_gib=32, usable_gib=31.24, bytes_per_s=1.638e12, vmem_mib=128,

@@ -1,6 +1,7 @@
 """Finds the fastest tile sizes of the attention kernels on the device at hand and writes them beside the kernels, for checking in.
 
     python -m scripts.tune_kernels --heads 32,8,128 --page-size 16 --dtype bfloat16
+    python -m scripts.tune_kernels --heads 32,8,128 --page-size 16 --rows 4 --tokens 2048
 
 Runs on a TPU or an NVIDIA GPU. Each candidate must agree with the chosen default before its time counts. ``--dry-run`` runs one candidate anywhere, in
 the interpreter, and writes nothing.
@@ -33,20 +34,36 @@ CONTEXTS = (1024, 8192)
 """Context lengths that a candidate is timed at; the sum counts."""
 
 
-def candidates(problem: Problem, platform: str) -> Iterator[Any]:
-    """The default first, then its neighbours in every size."""
-    if platform == "gpu":
-        default = gpu_tiles.choose_tiles(problem)
-        yield default
-        for keys, splits, warps, stages in itertools.product((32, 64, 128), (1, 2, 4, 8, 16, 32), (4, 8), (2, 3, 4)):
-            yield dataclasses.replace(default, decode_keys=keys, prefill_keys=keys, num_splits=splits, num_warps=warps, num_stages=stages)
-        return
-    tpu_default = tpu_tiles.choose_tiles(problem)
-    yield tpu_default
-    for keys, queries in itertools.product((128, 256, 512, 1024), (16, 32, 64, 128)):
-        tiles = dataclasses.replace(tpu_default, block_pages=max(1, keys // problem.pool.page_size), query_block=queries)
-        if max(tpu_tiles.decode_bytes(problem, tiles), tpu_tiles.prefill_bytes(problem, tiles)) <= tpu_tiles.vmem_limit(problem):
-            yield tiles
+def grid(problem: Problem, platform: str) -> dict[str, tuple[int, ...]]:
+    """What to try of each size that the time of the problem hangs on. The splits of a GPU's decode do not count: they follow from rows and context."""
+    if platform == "tpu":
+        pages = tuple(max(1, keys // problem.pool.page_size) for keys in (128, 256, 512, 1024))
+        return {"block_pages": pages} | ({} if problem.decode_only else {"query_block": (16, 32, 64, 128)})
+    if problem.decode_only:
+        return {"decode_keys": (32, 64, 128), "decode_warps": (4, 8), "decode_stages": (2, 3, 4)}
+    return {"prefill_rows": (64, 128), "prefill_keys": (32, 64, 128), "prefill_warps": (4, 8), "prefill_stages": (2, 3, 4)}
+
+
+def candidates(problem: Problem, platform: str) -> Iterator[tuple[dict[str, int], Any]]:
+    """The sizes that are varied and the tiles with them: the default first, then all others that fit."""
+    default: Any = (gpu_tiles if platform == "gpu" else tpu_tiles).choose_tiles(problem)
+    values = grid(problem, platform)
+    for sizes in dict.fromkeys([tuple(getattr(default, name) for name in values), *itertools.product(*values.values())]):
+        fields = dict(zip(values, sizes, strict=True))
+        tiles = dataclasses.replace(default, **fields)
+        if tiles == default or (gpu_fits if platform == "gpu" else tpu_fits)(problem, tiles):
+            yield fields, tiles
+
+
+def gpu_fits(problem: Problem, tiles: Any) -> bool:
+    """Whether a work item has a token and both kernels their shared memory."""
+    limit = find_chip(problem.target, "gpu").fast_memory_bytes
+    return tiles.prefill_rows >= problem.group_size and max(gpu_tiles.decode_bytes(problem, tiles), gpu_tiles.prefill_bytes(problem, tiles)) <= limit
+
+
+def tpu_fits(problem: Problem, tiles: Any) -> bool:
+    """Whether both kernels have their VMEM."""
+    return max(tpu_tiles.decode_bytes(problem, tiles), tpu_tiles.prefill_bytes(problem, tiles)) <= tpu_tiles.vmem_limit(problem)
 
 
 def seconds_of(implementation: Implementation, problem: Problem, context: int, *, calls: int) -> tuple[float, np.ndarray]:
@@ -107,21 +124,21 @@ def main() -> int:
         decode_only=options.tokens == options.rows,
     )  # fmt: skip
     make = pallas_gpu.make_implementation if platform == "gpu" else pallas_tpu.make_implementation
-    best: tuple[float, Any] | None = None
+    best: tuple[float, dict[str, int]] | None = None
     expected: list[np.ndarray] | None = None
-    for tiles in itertools.islice(candidates(problem, platform), 1 if options.dry_run else None):
+    for fields, tiles in itertools.islice(candidates(problem, platform), 1 if options.dry_run else None):
         try:
             measured = [seconds_of(make(tiles=tiles), problem, context, calls=1 if options.dry_run else 20) for context in contexts]
         except Exception as error:  # A candidate that does not compile is no candidate.
-            print(f"{tiles}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+            print(f"{fields}: {type(error).__name__}: {str(error)[:100]}", flush=True)
             continue
         outputs = [output for _, output in measured]
         expected = expected or outputs
         wrong = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(outputs, expected, strict=True))
         total = sum(seconds for seconds, _ in measured)
-        print(f"{total * 1e6:10.1f} us  {tiles}{'' if wrong < 1e-2 else f'  WRONG by {wrong:.1e}'}", flush=True)
+        print(f"{total * 1e6:10.1f} us  {fields}{'' if wrong < 1e-2 else f'  WRONG by {wrong:.1e}'}", flush=True)
         if wrong < 1e-2 and (best is None or total < best[0]):
-            best = (total, tiles)
+            best = (total, fields)
     if best is None:
         print("no candidate ran")
         return 1
@@ -130,7 +147,7 @@ def main() -> int:
         path = Path(package.__path__[0]) / tuned.file_name(f"pallas_{platform}", chip)
         content = json.loads(path.read_text("utf-8")) if path.is_file() else {"tiles": {}}
         content |= {"device": target.device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
-        content["tiles"][tuned.key(problem)] = dataclasses.asdict(best[1])
+        content["tiles"][tuned.key(problem, prefill=not problem.decode_only)] = best[1]
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
         print(f"wrote {path}")
     return 0

@@ -78,7 +78,8 @@ def ragged_paged_attention(
         q_TNH: Queries, rotated, not scaled; bfloat16 or float32. N is a whole multiple of K.
         k_TKH: New keys, rotated, in the dtype of the queries.
         v_TKH: New values.
-        pool: Keys and values of all layers in the implementation's layout (``Implementation.init_pool``). Donate it: it is updated in place.
+        pool: Keys and values of all layers in the implementation's layout (``Implementation.init_pool``). Updated in place inside a ``jit`` to which the
+            caller donates it; a call outside of one copies all of it.
         batch: Which tokens belong to which sequence. Checked when its arrays are concrete; inside ``jit`` the caller answers for the values.
         work: ``implementation.prepare(batch, make_problem(...))``, so that a step computes it once and not in each layer; ``None`` computes it here.
         shape: The pool's logical shape.
@@ -241,7 +242,7 @@ def _check_batch_values(batch: RaggedBatch, problem: Problem) -> None:
     """Faults that only values show, where the arrays are concrete."""
     if any(isinstance(array, Tracer) for array in batch):
         return
-    context_lens, starts, table, slots, _, (num_decodes, num_rows) = (np.asarray(array) for array in batch)
+    context_lens, starts, table, slots, positions, (num_decodes, num_rows) = (np.asarray(array) for array in batch)
     if not 0 <= num_decodes <= num_rows <= problem.num_rows:
         raise ValueError(f"counts_2 is [{num_decodes}, {num_rows}]; allowed are 0 <= num_decodes <= num_seqs <= {problem.num_rows}")
     query_lens = np.diff(starts)
@@ -259,7 +260,16 @@ def _check_batch_values(batch: RaggedBatch, problem: Problem) -> None:
         outside = pages[(pages < 0) | (pages >= problem.pool.num_pages)]
         if outside.size:
             raise ValueError(f"row {row} names page {outside[0]}; allowed are 0 to {problem.pool.num_pages - 1}")
-    if (slots < 0).any():
-        raise ValueError(
-            f"slots_T holds {slots.min()}; allowed are 0 and up, values of {problem.pool.num_pages * problem.pool.page_size} and more being dropped"
-        )
+        position = np.arange(length - new, length)
+        own = slice(starts[row], starts[row + 1])
+        page_size = problem.pool.page_size
+        for name, given, implied in (
+            ("positions_T", positions[own], position),
+            ("slots_T", slots[own], pages[position // page_size] * page_size + position % page_size),
+        ):
+            if (given != implied).any():
+                token = int(np.argmax(given != implied))
+                raise ValueError(f"{name} is {given[token]} for new token {token} of row {row}; its context length and page table imply {implied[token]}")
+    padding, limit = slots[starts[num_rows] :], problem.pool.num_pages * problem.pool.page_size
+    if (padding < limit).any():
+        raise ValueError(f"slots_T is {padding.min()} for a token that no row has; allowed are {limit} and up, which are dropped")

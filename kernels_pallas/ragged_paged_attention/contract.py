@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.kernels_pallas.target import Target
@@ -15,6 +16,8 @@ from jaxserve.kernels_pallas.target import Target
 NO_WINDOW = 2**30
 """Window of a layer that sees the whole context: larger than any context length."""
 
+MASKED = -1e30
+"""Logit of a key that is not seen. Finite: what a row that sees nothing yet adds up, the first key that it sees multiplies by exp(-inf) = 0."""
 
 KERNEL_PAGE_SIZES = (8, 16, 32, 64, 128)
 """Page sizes that the Pallas kernels take: whole tiles of 8 rows."""
@@ -132,7 +135,7 @@ class Implementation:
 
     Args:
         name: As users write it.
-        init_pool: The pool as abstract arrays, in this implementation's layout. Any contents are valid at the start.
+        init_pool: The pool as abstract arrays, in this implementation's layout. Zeros are valid contents at the start; of kernels any are.
         prepare: What every layer of a step needs of the batch, computed once a step: a pytree of small arrays, traced.
         attend: The computation.
         refusal: Why a problem cannot be served here, or ``None`` if it can.
@@ -152,6 +155,19 @@ class Implementation:
 def abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:
     """An array's shape and dtype, where a tuple of arrays wants an array."""
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def pack_apart(init_pool: Callable[[PoolShape], KVPool], k_PZKH: Array, v_PZKH: Array, shape: PoolShape) -> KVPool:
+    """Logical keys and values to a layout that keeps them in arrays of their own, in the logical order."""
+    want = init_pool(shape).k
+    return KVPool(*(lax.bitcast_convert_type(array, want.dtype).reshape(want.shape) for array in (k_PZKH, v_PZKH)))
+
+
+def unpack_apart(pool: KVPool, shape: PoolShape) -> tuple[Array, Array]:
+    """The inverse of :func:`pack_apart`."""
+    assert pool.v is not None
+    logical = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    return lax.bitcast_convert_type(pool.k, shape.dtype).reshape(logical), lax.bitcast_convert_type(pool.v, shape.dtype).reshape(logical)
 
 
 def is_quantised(dtype: Any) -> bool:

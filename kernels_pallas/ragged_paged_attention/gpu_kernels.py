@@ -12,12 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int32
 
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import Problem, RaggedBatch
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import MASKED, Problem, RaggedBatch
 from jaxserve.kernels_pallas.ragged_paged_attention.gpu_tiles import Tiles, decode_rows, power_of_two, query_block
 from jaxserve.kernels_pallas.target import find_chip
-
-MASKED = -1e30
-"""Logit of a key that is not seen; finite, so that a row that sees nothing yet stays finite."""
 
 
 class PrefillWork(NamedTuple):
@@ -123,7 +120,7 @@ def decode(
     (arXiv:2307.08691) over pages (arXiv:2309.06180); :func:`merge` combines parts by their log-sum-exp. Parts follow the row's own length.
 
     Bytes: keys and values of a row's (windowed) context once, ``context * K * 2H * itemsize``; ``num_splits * N * (H + 2) * 4`` of partial
-    results a row, written and read. FLOPs: ``4 * context * N * H`` (rows padded to 16). Shared memory: ``gpu_tiles.shared_bytes``.
+    results a row, written and read. FLOPs: ``4 * context * N * H`` (rows padded to 16). Shared memory: ``gpu_tiles.decode_bytes``.
 
     Args:
         q_TNH: Queries; row b's is token b.
@@ -150,7 +147,7 @@ def decode(
         out_shape=(
             jax.ShapeDtypeStruct((B, C, N, H), jnp.float32), jax.ShapeDtypeStruct((B, C, N), jnp.float32), jax.ShapeDtypeStruct((B, C, N), jnp.float32),
         ),
-        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        compiler_params=plt.CompilerParams(num_warps=tiles.decode_warps, num_stages=tiles.decode_stages),
         cost_estimate=pl.CostEstimate(
             flops=4 * keys * N * H, transcendentals=keys * N,
             bytes_accessed=keys * K * 2 * H * jnp.dtype(problem.pool.dtype).itemsize + B * N * (H * jnp.dtype(problem.q_dtype).itemsize + C * (H + 2) * 4),
@@ -210,7 +207,7 @@ def prefill(
 
     Algorithm: FlashAttention-2 (arXiv:2307.08691) over pages; the G query heads of a key head share a program, ``tokens x G`` rows.
     Bytes: keys and values up to an item's last query, once an item; queries and output once. FLOPs: ``4 * H * N`` for each query and key.
-    Shared memory: ``gpu_tiles.shared_bytes``.
+    Shared memory: ``gpu_tiles.prefill_bytes``.
 
     Args:
         q_TNH: Queries.
@@ -238,7 +235,7 @@ def prefill(
         functools.partial(_prefill_kernel, problem=problem, tiles=tiles, soft_cap=soft_cap, has_sinks=sinks_N is not None),
         grid=(work.rows_I.shape[0], K),
         out_shape=jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype),
-        compiler_params=plt.CompilerParams(num_warps=2 * tiles.num_warps, num_stages=tiles.num_stages - 1),
+        compiler_params=plt.CompilerParams(num_warps=tiles.prefill_warps, num_stages=tiles.prefill_stages),
         cost_estimate=pl.CostEstimate(
             flops=4 * keys * N * H, transcendentals=keys * N,
             bytes_accessed=items * problem.max_context * K * 2 * H * jnp.dtype(problem.pool.dtype).itemsize + 2 * q_TNH.size * q_TNH.dtype.itemsize,

@@ -18,19 +18,23 @@ class Tiles:
 
     Args:
         decode_keys: Keys of one step of the decode kernel; at least 16.
+        decode_warps: Warps of a program of it.
+        decode_stages: Depth of its software pipeline.
         num_splits: Parts that a decode's context is cut into.
         prefill_rows: Query rows (tokens x G) of a prefill work item; at least 16.
         prefill_keys: Keys of one step of the prefill kernel.
-        num_warps: Of a block.
-        num_stages: Depth of the software pipeline.
+        prefill_warps: Warps of a program of it.
+        prefill_stages: Depth of its software pipeline.
     """
 
-    decode_keys: int
+    decode_keys: int = 64
+    decode_warps: int = 4
+    decode_stages: int = 3
     num_splits: int
     prefill_rows: int
-    prefill_keys: int
-    num_warps: int
-    num_stages: int
+    prefill_keys: int = 64
+    prefill_warps: int = 8
+    prefill_stages: int = 2
 
 
 def power_of_two(n: int) -> int:
@@ -48,10 +52,20 @@ def query_block(problem: Problem, tiles: Tiles) -> int:
     return tiles.prefill_rows // problem.group_size
 
 
-def shared_bytes(problem: Problem, rows: int, keys: int, stages: int) -> int:
-    """Shared memory of a program: ``stages * keys * 2H * itemsize`` (keys and values in flight) + ``rows * H * 2`` of queries and as much for the weights.
+def decode_bytes(problem: Problem, tiles: Tiles) -> int:
+    """Shared memory of a program of the decode kernel."""
+    return _shared_bytes(problem, decode_rows(problem), tiles.decode_keys, tiles.decode_stages)
 
-    H is padded to a power of two.
+
+def prefill_bytes(problem: Problem, tiles: Tiles) -> int:
+    """Shared memory of a program of the prefill kernel."""
+    return _shared_bytes(problem, tiles.prefill_rows, tiles.prefill_keys, tiles.prefill_stages)
+
+
+def _shared_bytes(problem: Problem, rows: int, keys: int, stages: int) -> int:
+    """``stages * keys * 2H * max(itemsize, q)`` of keys and values in flight + ``rows * H * q`` of queries + ``rows * keys * q`` of weights.
+
+    H is padded to a power of two; q are the bytes of a query's element.
     """
     H, q_size = power_of_two(problem.pool.head_dim), jnp.dtype(problem.q_dtype).itemsize
     return stages * keys * 2 * H * max(jnp.dtype(problem.pool.dtype).itemsize, q_size) + rows * H * q_size + rows * keys * q_size
@@ -60,28 +74,21 @@ def shared_bytes(problem: Problem, rows: int, keys: int, stages: int) -> int:
 def fast_memory_bytes(problem: Problem) -> int:
     """Shared memory of the larger kernel with the chosen tiles."""
     tiles = choose_tiles(problem)
-    decode = shared_bytes(problem, decode_rows(problem), tiles.decode_keys, tiles.num_stages)
-    return decode if problem.decode_only else max(decode, shared_bytes(problem, tiles.prefill_rows, tiles.prefill_keys, tiles.num_stages))
+    return decode_bytes(problem, tiles) if problem.decode_only else max(decode_bytes(problem, tiles), prefill_bytes(problem, tiles))
 
 
 def choose_tiles(problem: Problem) -> Tiles:
     """The tiles of a problem: tuned ones where a file for the chip has them, else the largest that fit half of a multiprocessor's shared memory.
 
-    Splits: enough for two programs a multiprocessor when all rows are long, and no part shorter than 256 keys of the longest context.
+    Splits: enough for two programs a multiprocessor when all of the bucket's rows are long, and no part shorter than 256 keys of the longest context.
     """
     chip = find_chip(problem.target, "gpu")
-    found = tuned.look_up("pallas_gpu", chip.name, problem)
-    if found is not None:
-        return Tiles(**found)
-    budget = chip.fast_memory_bytes // 2
-    decode_keys, prefill_keys, stages = 64, 64, 3
-    prefill_rows = max(64 if power_of_two(problem.pool.head_dim) > 128 else 128, power_of_two(problem.group_size))
-    while shared_bytes(problem, decode_rows(problem), decode_keys, stages) > budget and decode_keys > 16:
-        decode_keys //= 2
-    while shared_bytes(problem, prefill_rows, prefill_keys, stages) > budget and prefill_keys > 16:
-        prefill_keys //= 2
     programs = problem.num_rows * problem.pool.num_kv_heads
     num_splits = max(1, min(ceil_div(2 * chip.num_cores, programs), ceil_div(problem.max_context, 256), 64))
-    return Tiles(
-        decode_keys=decode_keys, num_splits=num_splits, prefill_rows=prefill_rows, prefill_keys=prefill_keys, num_warps=4, num_stages=stages
-    )  # fmt: skip
+    prefill_rows = max(64 if power_of_two(problem.pool.head_dim) > 128 else 128, power_of_two(problem.group_size))
+    tiles, budget = Tiles(num_splits=num_splits, prefill_rows=prefill_rows), chip.fast_memory_bytes // 2
+    while decode_bytes(problem, tiles) > budget and tiles.decode_keys > 16:
+        tiles = dataclasses.replace(tiles, decode_keys=tiles.decode_keys // 2)
+    while prefill_bytes(problem, tiles) > budget and tiles.prefill_keys > 16:
+        tiles = dataclasses.replace(tiles, prefill_keys=tiles.prefill_keys // 2)
+    return dataclasses.replace(tiles, **tuned.look_up("pallas_gpu", chip.name, problem))

@@ -21,7 +21,9 @@ from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
     RaggedBatch,
     abstract_array,
     byte_dtype,
+    pack_apart,
     quantise,
+    unpack_apart,
 )
 from jaxserve.kernels_pallas.ragged_paged_attention.gpu_kernels import PrefillWork, decode, merge, plan_prefill, prefill
 from jaxserve.kernels_pallas.ragged_paged_attention.gpu_tiles import Tiles, choose_tiles, query_block
@@ -46,7 +48,8 @@ def make_implementation(*, interpret: bool | None = None, tiles: Tiles | None = 
     """
     return Implementation(
         name="pallas_gpu", init_pool=init_pool, prepare=functools.partial(_prepare, tiles=tiles),
-        attend=functools.partial(_attend, interpret=interpret, tiles=tiles), refusal=refusal, pack=pack, unpack=unpack,
+        attend=functools.partial(_attend, interpret=interpret, tiles=tiles), refusal=refusal, pack=functools.partial(pack_apart, init_pool),
+        unpack=unpack_apart,
     )  # fmt: skip
 
 
@@ -55,19 +58,6 @@ def init_pool(shape: PoolShape) -> KVPool:
     slots = shape.num_layers * shape.num_pages * shape.page_size
     array = abstract_array((slots, shape.num_kv_heads, shape.head_dim), byte_dtype(shape.dtype))
     return KVPool(array, array)
-
-
-def pack(k_PZKH: Array, v_PZKH: Array, shape: PoolShape) -> KVPool:
-    """Logical keys and values to the layout."""
-    want = init_pool(shape).k
-    return KVPool(*(lax.bitcast_convert_type(array, want.dtype).reshape(want.shape) for array in (k_PZKH, v_PZKH)))
-
-
-def unpack(pool: KVPool, shape: PoolShape) -> tuple[Array, Array]:
-    """The layout to logical keys and values."""
-    assert pool.v is not None
-    logical = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    return lax.bitcast_convert_type(pool.k, shape.dtype).reshape(logical), lax.bitcast_convert_type(pool.v, shape.dtype).reshape(logical)
 
 
 def refusal(problem: Problem) -> str | None:

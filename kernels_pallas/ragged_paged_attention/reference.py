@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch, abstract_array, quantise
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
+    Implementation,
+    KVPool,
+    KVScales,
+    PoolShape,
+    Problem,
+    RaggedBatch,
+    abstract_array,
+    pack_apart,
+    quantise,
+    unpack_apart,
+)
 
 
 def init_pool(shape: PoolShape) -> KVPool:
@@ -78,21 +90,10 @@ def attend(
     return jnp.where(live_T[:, None, None], out_TNH, 0).astype(q_TNH.dtype), KVPool(*arrays)
 
 
-def pack(k_PZKH: Array, v_PZKH: Array, shape: PoolShape) -> KVPool:
-    """The logical layout is the layout."""
-    del shape
-    return KVPool(k_PZKH, v_PZKH)
-
-
-def unpack(pool: KVPool, shape: PoolShape) -> tuple[Array, Array]:
-    """The layout is the logical layout."""
-    del shape
-    assert pool.v is not None
-    return pool.k, pool.v
-
-
 def _refusal(problem: Problem) -> Any:
     del problem
 
 
-IMPLEMENTATION = Implementation(name="reference", init_pool=init_pool, prepare=prepare, attend=attend, refusal=_refusal, pack=pack, unpack=unpack)
+IMPLEMENTATION = Implementation(
+    name="reference", init_pool=init_pool, prepare=prepare, attend=attend, refusal=_refusal, pack=functools.partial(pack_apart, init_pool), unpack=unpack_apart
+)  # fmt: skip

@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-MASKED = -1e30
-"""Logit of a key that is not seen. Finite: a block that a row does not see at all adds weights that the first visible key multiplies by zero."""
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import MASKED
 
 
 class Span(NamedTuple):

@@ -40,8 +40,8 @@ def decode(
     Algorithm: FlashAttention-2's online softmax (arXiv:2307.08691) over pages (PagedAttention, arXiv:2309.06180); one grid step a row, its keys
     in blocks of ``tiles.block_pages`` pages. The next block, also that of the next row, is copied while this one is worked on.
 
-    Bytes: every live page of a row once, ``context * K * 2w * itemsize``; queries and output; for each written tile of 8 rows three tiles of
-    traffic. FLOPs: ``4 * context * N * w`` a row. Tile memory: ``tpu_tiles.decode_bytes``. ``cost`` is exactly this for full page tables.
+    Bytes: every live page of a row once, ``context * K * 2 * half_width * itemsize``; queries and output; for each written tile of 8 rows three tiles
+    of traffic. FLOPs: ``4 * context * N * w`` a row. Tile memory: ``tpu_tiles.decode_bytes``. ``cost`` is exactly this for full page tables.
 
     Args:
         q_BKRW: Queries of the first tokens, a row each, G padded to R.

@@ -84,7 +84,7 @@ def prefill(
     and walks the keys from the first query's window to the last query in blocks of pages. The next block of keys and the next item's queries
     are copied while this one is worked on. Queries of one key head are one operand of ``G * query_block`` rows.
 
-    Bytes: the pages of a row up to an item's last query, once an item: ``sum(context) * K * 2w * itemsize``; queries and output once.
+    Bytes: the pages of a row up to an item's last query, once an item: ``sum(context) * K * 2 * half_width * itemsize``; queries and output once.
     FLOPs: ``4 * w * N`` for each query and each key of the blocks it walks. Tile memory: ``tpu_tiles.prefill_bytes``.
 
     Args:

@@ -85,9 +85,6 @@ def choose_tiles(problem: Problem) -> Tiles:
     Queries in a block: about 512 rows a key head, past the ridge of every chip here, and no more tokens than the bucket has.
     """
     chip, Z = find_chip(problem.target, "tpu"), problem.pool.page_size
-    found = tuned.look_up("pallas_tpu", chip.name, problem)
-    if found is not None:
-        return Tiles(**found)
     budget = min(vmem_limit(problem) * 3 // 4, 24 * MIB)
     block_pages = max(1, min(512 // Z, problem.table_width))
     query_block = min(max(16, 512 // problem.group_size // 16 * 16), 128, round_up(problem.num_tokens, 16))
@@ -108,4 +105,5 @@ def choose_tiles(problem: Problem) -> Tiles:
             block_pages = ceil_div(block_pages, 2)
         else:
             break
-    return Tiles(block_pages=block_pages, query_block=query_block, write_buffers=write_buffers)
+    tiles = Tiles(block_pages=block_pages, query_block=query_block, write_buffers=write_buffers)
+    return dataclasses.replace(tiles, **tuned.look_up("pallas_tpu", chip.name, problem))

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import Problem
 
 
-def key(problem: Problem) -> str:
-    """What tile sizes depend on: head shape, page size, dtypes, and which code there is."""
+def key(problem: Problem, *, prefill: bool) -> str:
+    """What tile sizes depend on: the kernel, head shape, page size and dtypes; those of prefill also on the bucket's tokens."""
     pool = problem.pool
-    kind = "decode" if problem.decode_only else "mixed"
+    kernel = f"prefill,t{problem.num_tokens}" if prefill else "decode"
     dtypes = f"{jnp.dtype(problem.q_dtype).name},{jnp.dtype(pool.dtype).name}"
-    return f"{kind},n{problem.num_heads},k{pool.num_kv_heads},h{pool.head_dim},z{pool.page_size},{dtypes}"
+    return f"{kernel},n{problem.num_heads},k{pool.num_kv_heads},h{pool.head_dim},z{pool.page_size},{dtypes}"
 
 
 def file_name(implementation: str, chip: str) -> str:
@@ -26,11 +26,12 @@ def file_name(implementation: str, chip: str) -> str:
 
 
 @functools.cache
-def _load(name: str) -> dict[str, dict[str, Any]]:
+def _load(name: str) -> dict[str, dict[str, int]]:
     path = importlib.resources.files("jaxserve.kernels_pallas.ragged_paged_attention") / name
     return json.loads(path.read_text("utf-8"))["tiles"] if path.is_file() else {}
 
 
-def look_up(implementation: str, chip: str, problem: Problem) -> dict[str, Any] | None:
-    """Tuned sizes for a problem, or ``None``."""
-    return _load(file_name(implementation, chip)).get(key(problem))
+def look_up(implementation: str, chip: str, problem: Problem) -> dict[str, Any]:
+    """The sizes of a problem that were tuned, by field: those of decode and, where there is prefill, those of prefill over them."""
+    found = _load(file_name(implementation, chip))
+    return found.get(key(problem, prefill=False), {}) | ({} if problem.decode_only else found.get(key(problem, prefill=True), {}))

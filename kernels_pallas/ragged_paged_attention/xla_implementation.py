@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from jax import lax
 from jaxtyping import Array
 
 from jaxserve.kernels_pallas.ragged_paged_attention import xla
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, PoolShape, Problem, RaggedBatch
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import Implementation, KVPool, KVScales, Problem, RaggedBatch, pack_apart, unpack_apart
 
 
 def _prepare(batch: RaggedBatch, problem: Problem) -> xla.Work:
@@ -30,17 +30,7 @@ def _refusal(problem: Problem) -> None:
     del problem
 
 
-def _pack(k_PZKH: Array, v_PZKH: Array, shape: PoolShape) -> KVPool:
-    want = xla.init_pool(shape).k
-    return KVPool(*(lax.bitcast_convert_type(array, want.dtype).reshape(want.shape) for array in (k_PZKH, v_PZKH)))
-
-
-def _unpack(pool: KVPool, shape: PoolShape) -> tuple[Array, Array]:
-    assert pool.v is not None
-    logical = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    return lax.bitcast_convert_type(pool.k, shape.dtype).reshape(logical), lax.bitcast_convert_type(pool.v, shape.dtype).reshape(logical)
-
-
 IMPLEMENTATION = Implementation(
-    name="xla", init_pool=xla.init_pool, prepare=_prepare, attend=_attend, refusal=_refusal, pack=_pack, unpack=_unpack
+    name="xla", init_pool=xla.init_pool, prepare=_prepare, attend=_attend, refusal=_refusal, pack=functools.partial(pack_apart, xla.init_pool),
+    unpack=unpack_apart,
 )  # fmt: skip

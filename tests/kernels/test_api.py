@@ -1,5 +1,6 @@
 """What the op refuses, before anything is launched: the message names the value and what is allowed."""
 
+import dataclasses
 import json
 import re
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels_pallas.chips import CHIPS
-from jaxserve.kernels_pallas.ragged_paged_attention import api, tuned
+from jaxserve.kernels_pallas.ragged_paged_attention import api, gpu_tiles, tuned
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import Case, make_inputs
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles, choose_tiles, decode_bytes, prefill_bytes, vmem_limit
@@ -44,7 +45,10 @@ def changed(field, index, value):
         ({"batch": changed("counts_2", 0, 2)}, r"row 1 is a decode and has 5 new tokens"),
         ({"batch": changed("counts_2", 1, 9)}, r"counts_2 is \[1, 9\]"),
         ({"batch": changed("query_starts_B1", 3, 99)}, r"query_starts_B1 is .*99.*at most 8"),
-        ({"batch": changed("slots_T", 0, -1)}, r"slots_T holds -1"),
+        ({"batch": changed("slots_T", 0, -1)}, r"slots_T is -1 for new token 0 of row 0; its context length and page table imply \d+"),
+        ({"batch": changed("slots_T", 5, 3)}, r"slots_T is 3 for new token 4 of row 1"),
+        ({"batch": changed("slots_T", 6, 3)}, r"slots_T is 3 for a token that no row has; allowed are 112 and up"),
+        ({"batch": changed("positions_T", 2, 27)}, r"positions_T is 27 for new token 1 of row 1; its context length and page table imply 26"),
         ({"implementation": "pallas_npu"}, r"'pallas_npu' is unknown; allowed are auto, reference, xla, pallas_tpu, pallas_gpu"),
         ({"layer": 2}, r"layer is 2; allowed are 0 to 1"),
         ({"window": 0}, r"window is 0"),
@@ -134,9 +138,34 @@ def test_tiles_fit_every_chip():
                         assert max(decode_bytes(what, tiles), prefill_bytes(what, tiles)) <= vmem_limit(what), (chip.name, what, tiles)
 
 
+def test_gpu_programs_fill_half_a_multiprocessor():
+    """Two of them run at once, and no larger step of keys would do."""
+    for chip in CHIPS:
+        for head_dim in (64, 80, 128) if chip.platform == "gpu" else ():
+            for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+                what = problem(target=Target("gpu", chip.kind), head_dim=head_dim, dtype=dtype)
+                tiles, budget = gpu_tiles.choose_tiles(what), chip.fast_memory_bytes // 2
+                assert gpu_tiles.decode_bytes(what, tiles) <= budget
+                assert gpu_tiles.prefill_bytes(what, tiles) <= budget
+                larger = dataclasses.replace(tiles, prefill_keys=2 * tiles.prefill_keys)
+                assert tiles.prefill_keys == 64 or gpu_tiles.prefill_bytes(what, larger) > budget
+
+
 def test_tuned_tiles_override(monkeypatch):
     what = problem(target=Target("tpu", "TPU v6 lite"))
-    found = {"block_pages": 3, "query_block": 48, "write_buffers": 4}
-    monkeypatch.setattr(tuned, "_load", lambda name: json.loads(json.dumps({tuned.key(what): found})) if name == "tuned_pallas_tpu_v6e.json" else {})
-    assert choose_tiles(what) == Tiles(**found)
-    assert choose_tiles(problem(target=Target("tpu", "TPU v4"))) != Tiles(**found)
+    found = {tuned.key(what, prefill=False): {"block_pages": 3}, tuned.key(what, prefill=True): {"block_pages": 5, "query_block": 48}}
+    monkeypatch.setattr(tuned, "_load", lambda name: json.loads(json.dumps(found)) if name == "tuned_pallas_tpu_v6e.json" else {})
+    assert choose_tiles(what) == Tiles(block_pages=5, query_block=48, write_buffers=8)
+    assert choose_tiles(dataclasses.replace(what, num_tokens=256)).block_pages == 3, "prefill is tuned for each bucket"
+    assert choose_tiles(dataclasses.replace(what, decode_only=True)).block_pages == 3
+    assert choose_tiles(problem(target=Target("tpu", "TPU v4"))).block_pages not in (3, 5)
+
+
+def test_tuned_tiles_leave_the_other_kernel_and_the_splits_alone(monkeypatch):
+    what = problem(target=Target("gpu", "NVIDIA H200"))
+    untuned = gpu_tiles.choose_tiles(what)
+    monkeypatch.setattr(tuned, "_load", lambda name: {tuned.key(what, prefill=True): {"prefill_keys": 128}} if name == "tuned_pallas_gpu_h200.json" else {})
+    assert gpu_tiles.choose_tiles(what) == dataclasses.replace(untuned, prefill_keys=128)
+    fewer_rows = dataclasses.replace(what, num_rows=2)
+    assert gpu_tiles.choose_tiles(fewer_rows).num_splits > untuned.num_splits
+    assert gpu_tiles.choose_tiles(fewer_rows).prefill_keys == 128
