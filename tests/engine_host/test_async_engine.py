@@ -170,7 +170,7 @@ def test_an_id_whose_request_gave_way_can_be_used_again_at_once() -> None:
 
     async def body() -> None:
         runner = SlowRunner(max_num_seqs=1)
-        limits = SchedulerConfig(max_num_seqs=1, max_tokens_per_step=16, max_queued_requests=1)
+        limits = SchedulerConfig(max_num_seqs=1, max_tokens_per_step=16, max_queued_requests=1, order="priority")
         async with serving(runner, scheduler=limits) as engine:
             running = asyncio.create_task(collect(engine, [1], max_tokens=50))
             first = asyncio.create_task(collect(engine, [2], "x", max_tokens=5))
