@@ -12,8 +12,10 @@ import pytest
 from jaxserve.bench.batches import run_batches
 from jaxserve.bench.metrics import measure
 from jaxserve.bench.offline import joined, offline_workload, plan_offline, run_offline
+from jaxserve.bench.workload import load_workload
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
+from jaxserve.experiments.measure import measure_workload
 from jaxserve.request import Request, RequestOutput
 from tests.bench.test_cli import Command, command  # noqa: F401
 from tests.engine_host.fakes import fake_engine
@@ -111,19 +113,32 @@ def test_latency(command: Command, tmp_path: Path) -> None:  # noqa: F811
     assert (status, "must be whole numbers" in err) == (2, True)
 
 
-def test_no_batch_has_the_prompts_of_another() -> None:
+def watched_engine() -> tuple[Engine, list[tuple[int, ...]]]:
+    """An engine, and the prompts that it is given."""
     prompts: list[tuple[int, ...]] = []
     engine: Engine = fake_engine()
-    add, numbers = engine.add, itertools.count()
+    add = engine.add
 
     def watched(request: Request) -> None:
         prompts.append(tuple(request.prompt_token_ids))
         add(request)
 
     engine.add = watched  # type: ignore[method-assign]
+    return engine, prompts
+
+
+def test_no_batch_has_the_prompts_of_another() -> None:
+    engine, prompts = watched_engine()
+    numbers = itertools.count()
     for size in (1, 3):
         run_batches(engine, offline_workload(None, {"num_requests": size, "input_len": "9", "output_len": "2"}), repeats=2, device="x", numbers=numbers)
     assert len(prompts) == len(set(prompts)) == 3 * (1 + 3)
+
+
+def test_no_repeat_of_a_cell_has_the_prompts_of_another() -> None:
+    engine, prompts = watched_engine()
+    measure_workload(engine, load_workload(None, {"concurrency": 2, "num_requests": 2, "input_len": "9", "output_len": "2"}), repeats=3)
+    assert len(prompts) == len(set(prompts)) == 1 + 3 * 2
 
 
 def test_an_engine_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ def test_grpc() -> None:
 
     result = asyncio.run(main())
     assert (result.metrics.completed, result.metrics.output_tokens, result.metrics.input_mismatches) == (6, 30, 0)
+    assert result.metrics.cached_tokens is not None
     with pytest.raises(BenchmarkError, match="UNAUTHENTICATED"):
         asyncio.run(main(api_key="wrong"))
     with pytest.raises(BenchmarkError, match="NOT_FOUND.*other"):
