@@ -116,6 +116,15 @@ def test_what_is_written(tmp_path: Path, experiment: Experiment) -> None:
     assert record["files_sha256"] == {} and record["load"] is None
 
 
+def test_what_differs_between_cells_is_not_said_of_every_cell(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.yaml").write_text(f"arrival: closed\nconcurrency: {number}\n")
+    (tmp_path / "files.yaml").write_text("settings: {model: m}\ngrid: {workload: [1.yaml, 2.yaml]}")
+    experiment, results = read_experiment(tmp_path / "files.yaml"), Results(tmp_path)
+    run_sweep(experiment, results, Fake())
+    assert "Every cell: `mode=live`, `model=m`\n" in summary(experiment, read_results(tmp_path))
+
+
 def test_a_plot_leaves_a_gap_where_a_cell_has_no_figure(tmp_path: Path, experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     run_sweep(experiment, Results(tmp_path), Fake(fails=16))
