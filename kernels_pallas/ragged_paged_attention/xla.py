@@ -13,7 +13,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.dims import ceil_div, round_up
-from jaxserve.kernels_pallas.ragged_paged_attention.contract import KVPool, KVScales, PoolShape, RaggedBatch, abstract_array, byte_dtype, is_quantised, quantise
+from jaxserve.kernels_pallas.ragged_paged_attention.contract import (
+    MASKED,
+    KVPool,
+    KVScales,
+    PoolShape,
+    RaggedBatch,
+    abstract_array,
+    byte_dtype,
+    is_quantised,
+    quantise,
+)
 from jaxserve.kernels_pallas.row_sum import row_sum
 
 KEY_BLOCK = 256
@@ -22,8 +32,6 @@ DECODE_GROUP = 16
 """Decoding sequences of one batched product; a group loops to its own longest context."""
 QUERY_BLOCKS = (128, 32)
 """Query rows of one prefill product. A chunk takes blocks of the first size and its remainder the cheaper of both."""
-
-_MASKED = -1e30
 
 
 class QueryBlocks(NamedTuple):
@@ -246,7 +254,7 @@ class _Reader:
         logits = products * self.scale
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
-        return jnp.where(visible, logits, _MASKED)
+        return jnp.where(visible, logits, MASKED)
 
     def _softmax(self, first: Array, last: Array, rows: tuple[int, int], width: int, sinks: Array | None, scores_and_values, weigh) -> tuple[Array, Array]:
         """Unnormalised weighted values ``[*rows, width]`` and the normaliser ``[*rows]`` over key blocks ``first .. last-1``.
@@ -254,7 +262,7 @@ class _Reader:
         A block that a row does not see at all adds weight at the maximum -1e30, which the first visible key multiplies by exp(-inf) = 0.
         """
         if sinks is None:
-            start = (jnp.full(rows, _MASKED), jnp.zeros(rows))
+            start = (jnp.full(rows, MASKED), jnp.zeros(rows))
         else:  # A sink is a key with logit ``sinks`` and no value.
             start = (jnp.broadcast_to(sinks, rows), jnp.ones(rows))
 
