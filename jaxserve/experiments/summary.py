@@ -69,7 +69,7 @@ def summary(experiment: Experiment, results: Sequence[Result], plots: Sequence[s
     """
     failed = [result for result in results if result.status != "done"]
     done = [result for result in results if result.status == "done"]
-    first = results[0].settings if results else {}
+    first: Mapping[str, Any] = results[0].settings if results else {}
     common = {key: value for key, value in first.items() if all(result.settings.get(key) == value for result in results) and key not in experiment.axes}
     parts = [f"# {experiment.title}", "", f"{len(done)} of {len(experiment.cells)} cells have figures."]
     if common:
