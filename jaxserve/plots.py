@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
 """One a series, in this order; told apart in grey and by most colour-blind eyes."""
 
+_LEGEND_CHARACTERS_PER_INCH = 13
+
 _STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#94a3b8",
@@ -136,9 +138,10 @@ def bars(axes: Axes, labels: Sequence[str], series: Sequence[Series], *, title: 
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(visible=False, axis="x")
     _finish(axes, title, "", y, "")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
     if any(one.label for one in series):
-        axes.legend(loc="upper left", ncols=len(series))
+        longest = max(len(one.label) for one in series) + 5  # with its patch of colour
+        fitting = int(axes.get_window_extent().width / axes.figure.dpi * _LEGEND_CHARACTERS_PER_INCH / longest)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=max(1, min(len(series), fitting)))
 
 
 def stacked_bars(
@@ -212,7 +215,7 @@ def save(drawn: Figure, file: Path) -> None:
 
 
 def _finish(axes: Axes, title: str, x: str, y: str, log: str) -> None:
-    axes.set_title(title)
+    axes.set_title(title, wrap=True)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if "x" in log:
