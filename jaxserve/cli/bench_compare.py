@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxserve.cli import bench_options as options
+from jaxserve.cli.output import tables_console
 from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging
 
@@ -150,7 +151,6 @@ def compare(
 
 
 async def _run(job: Job) -> int:
-    from rich.console import Console
 
     from jaxserve.bench import compare, compare_report
 
@@ -169,7 +169,7 @@ async def _run(job: Job) -> int:
         )
     html_file = job.html_file if found.turns else None
     options.all_of(
-        lambda: compare_report.print_comparison(found, Console()),
+        lambda: compare_report.print_comparison(found, tables_console()),
         lambda: options.write_json(job.json_file, compare_report.to_json(found)),
         *([lambda: compare_report.write_page(html_file, found)] if html_file is not None else []),
     )

@@ -10,6 +10,7 @@ import typer
 from jaxserve.cli import bench_options as options
 from jaxserve.cli.bench_engine import open_engine
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
+from jaxserve.cli.output import tables_console
 from jaxserve.config import SchedulerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.platform import choose_platform
@@ -54,8 +55,6 @@ def throughput(
     planned = offline_workload(workload, {key: value for key, value in given.items() if value is not None})
     choose_platform(resolved.platform)
 
-    from rich.console import Console
-
     from jaxserve.bench import report
     from jaxserve.bench.offline import run_workload
     from jaxserve.bench.progress import show_progress
@@ -65,7 +64,7 @@ def throughput(
     watch = Watch()
     with show_progress() as observer:
         result = run_workload(engine, planned, device=device_name(), price_per_hour=price_per_hour, observer=observer)
-    around, console = surroundings(watch), Console()
+    around, console = surroundings(watch), tables_console()
     compiles = [] if resolved.engine.warmup else ["engine.warmup is false: these figures hold the compiling too"]
     options.all_of(
         lambda: report.print_result(result, console),
@@ -105,8 +104,6 @@ def latency(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
     choose_platform(resolved.platform)
 
-    from rich.console import Console
-
     from jaxserve.bench.batches import BatchResult, print_batches, run_batches, to_json
     from jaxserve.bench.offline import offline_workload
     from jaxserve.bench.surroundings import Watch, device_name, surroundings
@@ -123,7 +120,7 @@ def latency(
         if found[-1].result.metrics.interrupted:
             break
     around = surroundings(watch)
-    options.all_of(lambda: print_batches(found, around, Console()), lambda: options.write_json(json_file, to_json(found, around)))
+    options.all_of(lambda: print_batches(found, around, tables_console()), lambda: options.write_json(json_file, to_json(found, around)))
     if found[-1].result.metrics.interrupted:
         raise typer.Exit(options.INTERRUPTED_STATUS)
     raise typer.Exit(options.status_of([one.result for one in found]))

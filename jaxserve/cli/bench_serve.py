@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli import bench_options as options
+from jaxserve.cli.output import tables_console
 from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging
 
@@ -182,7 +183,6 @@ def serve(
 
 
 async def _run(job: Job) -> int:
-    from rich.console import Console
 
     from jaxserve.bench import report, sweep
     from jaxserve.bench.progress import show_progress
@@ -191,7 +191,7 @@ async def _run(job: Job) -> int:
         from jaxserve.serving.grpc_api.bench_target import open_grpc_session as open_target
     else:
         from jaxserve.bench.session import open_session as open_target
-    console = Console()
+    console = tables_console()
     async with open_target(job.server, job.workload) as session:
         with options.stop_on_interrupt() as stop, show_progress() as observer:
 

@@ -8,6 +8,7 @@ import typer
 
 from jaxserve.cli import bench_options
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
+from jaxserve.cli.output import tables_console
 
 
 def startup(
@@ -33,11 +34,9 @@ def startup(
     bench_options.check_outputs(json_file)
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug)
 
-    from rich.console import Console
-
     from jaxserve.bench.startup import measure_startup, print_startup, to_json
 
     found = measure_startup(resolved, repeats=repeats)
-    bench_options.all_of(lambda: print_startup(found, Console()), lambda: bench_options.write_json(json_file, to_json(found)))
+    bench_options.all_of(lambda: print_startup(found, tables_console()), lambda: bench_options.write_json(json_file, to_json(found)))
     if found.interrupted:
         raise typer.Exit(bench_options.INTERRUPTED_STATUS)

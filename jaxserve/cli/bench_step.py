@@ -8,6 +8,7 @@ import typer
 
 from jaxserve.cli import bench_options
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
+from jaxserve.cli.output import tables_console
 from jaxserve.cli.progress import progress_bars
 from jaxserve.config import SchedulerConfig
 from jaxserve.errors import ConfigError
@@ -60,15 +61,13 @@ def step(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
     choose_platform(resolved.platform)
 
-    from rich.console import Console
-
     from jaxserve.bench import step_report
     from jaxserve.bench.step_run import measure_steps
     from jaxserve.bench.steps import shapes_of
 
     with progress_bars() as progress:
         found = measure_steps(resolved, list(shapes_of(batches, prompts, both)), context=context, repeats=repeats, progress=progress)
-    bench_options.all_of(lambda: step_report.print_report(found, Console()), lambda: bench_options.write_json(json_file, step_report.to_json(found)))
+    bench_options.all_of(lambda: step_report.print_report(found, tables_console()), lambda: bench_options.write_json(json_file, step_report.to_json(found)))
     if found.interrupted:
         raise typer.Exit(bench_options.INTERRUPTED_STATUS)
 

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_FILE_WIDTH = 400
+"""Columns of a file or a pipe, which wraps nothing: more than any of our tables takes."""
+
+
+def tables_console() -> Console:
+    """A rich console on stdout that cuts no table where no terminal limits it."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
 def emit(text: str, *, end: str = "\n") -> None:

@@ -12,16 +12,13 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli.options import Debug, split_words
-from jaxserve.cli.output import emit
+from jaxserve.cli.output import emit, tables_console
 from jaxserve.cli.progress import progress_bars
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging
 from jaxserve.output_files import require_folder
 from jaxserve.platform import choose_platform
-
-_WIDTH = 400
-"""Most columns of a table that no terminal shows; it takes as many as it needs."""
 
 
 class Sort(enum.StrEnum):
@@ -77,7 +74,6 @@ def plan(
     model, settings = split_words(words)
     if model is None:
         raise typer.BadParameter("MODEL is missing")
-    from rich.console import Console
 
     from jaxserve.mesh_shape import parse_mesh
     from jaxserve.models.loading.specs import open_spec
@@ -124,7 +120,7 @@ def plan(
                 one["budget"] = [dataclasses.asdict(line) for line in lines]
         emit(json.dumps(shown))
     else:
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        console = tables_console()
         console.print(report.table(plans, best, load))
         for line in remarks:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
