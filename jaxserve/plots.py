@@ -20,6 +20,7 @@ COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca
 """One a series, in this order; told apart in grey and by most colour-blind eyes."""
 
 _LEGEND_CHARACTERS_PER_INCH = 13
+"""About, at the style's size: how many labels stand beside one another."""
 
 _STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
