@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before any test imports jax. A compiler plugin beside jax must not be probed for chips; a run for real chips names its platform itself.
@@ -17,6 +18,11 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ
 # Tests never reach for the network; what needs a hub talks to a fake endpoint that it starts itself.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+# A machine that stands still while an example is drawn or run is no error of the example.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 
 def _has_module(name: str) -> bool:

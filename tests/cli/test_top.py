@@ -18,6 +18,7 @@ from jaxserve.bench.buckets import Buckets
 from jaxserve.cli.scrape import ScrapeError, metrics_url, parse_page, read_page
 from jaxserve.cli.top import frame
 from jaxserve.errors import ConfigError
+from tests.waiting import LIMIT_S
 
 PAGE = """
 # TYPE jaxserve_engine_state gauge
@@ -120,7 +121,8 @@ def test_what_is_no_server_is_a_usage_error(url: str) -> None:
         metrics_url(url)
 
 
-def test_what_does_not_answer_as_jaxserve_does_is_told() -> None:
+def test_what_does_not_answer_as_jaxserve_does_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.cli.scrape._TIMEOUT_S", LIMIT_S)
     with serving(200, page().encode()) as url:
         assert read_page(metrics_url(url)).value("jaxserve_kv_pages") == 1000
     with pytest.raises(ScrapeError, match="cannot be read: .*refused"):
@@ -148,10 +150,10 @@ def test_what_does_not_answer_as_jaxserve_does_is_told() -> None:
 
 
 def test_the_command_needs_no_jax_and_its_failures_are_one_line() -> None:
-    code = "import sys; sys.modules['jax'] = None; from jaxserve.cli import main; main()"
+    code = f"import sys; sys.modules['jax'] = None; from jaxserve.cli import main, scrape; scrape._TIMEOUT_S = {LIMIT_S}; main()"
     with serving(200, page().encode()) as url:
         command = [sys.executable, "-c", code, "top", "--once", "--url"]
-        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0 and "250 used" in done.stdout and not done.stderr
-    done = subprocess.run([*command, url], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, url], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not done.stdout

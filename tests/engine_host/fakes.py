@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
@@ -52,6 +55,7 @@ class FakeRunner:
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.num_host_pages = num_host_pages
+        self.token_buckets = (4, 8, 12, 16, 24, 32, 48, 64)
         self.can_copy_pages = True
         self.page_bytes = 100 * page_size
         self.costs: RunnerCosts | None = RunnerCosts(token_s=1e-3, page_swap_s=1e-3)
@@ -81,10 +85,50 @@ class FakeRunner:
 
 
 class SlowRunner(FakeRunner):
-    """Takes 5 ms a step: time for a client to go away before its request is finished."""
+    """Takes its time, like a device; or stands still until told, step by step.
+
+    A test in which something must happen before a request ends holds the runner, or asks for more tokens than any stall of the test lets it generate.
+
+    Attributes:
+        step_s: Seconds a step.
+        is_held: Whether a step has begun and waits for ``let`` or ``release``.
+        skipped_s: How far :meth:`clock` is ahead: a test's way to let time pass.
+    """
+
+    def __init__(self, *, step_s: float = 0.001, **options: Any) -> None:
+        super().__init__(**options)
+        self.step_s = step_s
+        self.is_held = False
+        self.skipped_s = 0.0
+        self._free_steps = math.inf
+        self._changed = threading.Condition()
+
+    def hold(self) -> None:
+        """No step from here on."""
+        with self._changed:
+            self._free_steps = 0
+
+    def let(self, num_steps: float = 1) -> None:
+        """So many steps more."""
+        with self._changed:
+            self._free_steps += num_steps
+            self.is_held = False
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """All steps."""
+        self.let(math.inf)
+
+    def clock(self) -> float:
+        """For the engine."""
+        return time.monotonic() + self.skipped_s
 
     def dispatch(self, schedule: Schedule) -> FakeStep:
-        time.sleep(0.005)
+        time.sleep(self.step_s)
+        with self._changed:
+            self.is_held = not self._free_steps
+            self._changed.wait_for(lambda: self._free_steps)
+            self._free_steps -= 1
         return super().dispatch(schedule)
 
 

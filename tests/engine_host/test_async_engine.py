@@ -7,7 +7,8 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import pytest
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine, fold_seed
-from jaxserve.engine.schedule import Schedule
 from jaxserve.errors import (
     ContextLengthError,
     DeadlineExceededError,
@@ -27,28 +27,34 @@ from jaxserve.errors import (
     ReaderTimeoutError,
 )
 from jaxserve.request import RequestOptions, RequestOutput, SamplingParams
-from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine, plain_run
+from tests.engine_host.fakes import FakeRunner, SlowRunner, fake_engine, plain_run
+from tests.waiting import LIMIT_S, until
+
+LONG = 60_000
+"""Tokens that take a minute at least: a request that must not have ended when something is done to it."""
 
 
-class SlowRunner(FakeRunner):
-    """Takes its time, like a device; or stands still until told."""
+def long_runner(**options: Any) -> SlowRunner:
+    """One whose pool holds such a request."""
+    return SlowRunner(num_pages=1024, page_size=64, max_num_seqs=16, **options)
 
-    def __init__(self, *, step_s: float = 0.001, **options: Any) -> None:
-        super().__init__(**options)
-        self.step_s = step_s
-        self.gate = threading.Event()
-        self.gate.set()
 
-    def dispatch(self, schedule: Schedule) -> FakeStep:
-        time.sleep(self.step_s)
-        self.gate.wait()
-        return super().dispatch(schedule)
+async def step_until(runner: SlowRunner, condition: Callable[[], object]) -> None:
+    """Lets a runner that is held go on until a condition is met: a step for each turn of the loop, so that it runs ahead of no loop that stands still."""
+
+    def go_on() -> object:
+        if not (found := condition()) and runner.is_held:
+            runner.let()
+        return found
+
+    await until(go_on)
 
 
 @contextlib.asynccontextmanager
 async def serving(runner: FakeRunner | None = None, **options: Any) -> AsyncIterator[AsyncEngine]:
-    options = {"max_tokens_per_step": 64} | options
-    engine = AsyncEngine(lambda: fake_engine(runner or SlowRunner(num_pages=64, page_size=4, max_num_seqs=16), **options))
+    runner = runner or SlowRunner(num_pages=64, page_size=4, max_num_seqs=16)
+    options = {"max_tokens_per_step": 64, "max_position": max(128, runner.num_pages * runner.page_size)} | options
+    engine = AsyncEngine(lambda: fake_engine(runner, **options))
     engine.start()
     try:
         await engine.wait_ready()
@@ -58,7 +64,7 @@ async def serving(runner: FakeRunner | None = None, **options: Any) -> AsyncIter
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 30))
+    asyncio.run(asyncio.wait_for(coroutine, LIMIT_S))
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], request_id: str | None = None, **fields: Any) -> list[RequestOutput]:
@@ -66,13 +72,13 @@ async def collect(engine: AsyncEngine, prompt: list[int], request_id: str | None
 
 
 async def all_free(engine: AsyncEngine) -> None:
-    """Waits, a second at most, until nothing is held."""
-    for _ in range(1000):
+    """Waits until nothing is held."""
+
+    def is_free() -> bool:
         stats = engine.stats()
-        if stats.num_free_pages == stats.num_pages and stats.num_running == stats.num_waiting == 0:
-            return
-        await asyncio.sleep(0.001)
-    pytest.fail(f"still held: {engine.stats()}")
+        return stats.num_free_pages == stats.num_pages and stats.num_running == stats.num_waiting == 0
+
+    await until(is_free)
 
 
 def test_64_concurrent_streams_give_the_texts_of_one_by_one() -> None:
@@ -90,12 +96,16 @@ def test_64_concurrent_streams_give_the_texts_of_one_by_one() -> None:
 
 def test_outputs_that_wait_for_a_slow_consumer_come_as_one() -> None:
     async def body() -> None:
-        async with serving() as engine:
+        runner = SlowRunner()
+        async with serving(runner) as engine:
+            ended = asyncio.Event()
+            engine.on_end(lambda request, last: ended.set())
+            runner.hold()
+            runner.let(1)
             stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=30, seed=3)))
             first = await anext(stream)
-            while engine.stats().finished["length"] == 0:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.01)
+            runner.release()
+            await ended.wait()
             (rest,) = [output async for output in stream]
             alone = await collect(engine, [1], max_tokens=30, seed=3)
             assert first.token_ids + rest.token_ids == tuple(plain_run([1], 30, fold_seed(3)))
@@ -110,9 +120,10 @@ def test_disconnects_free_all_pages() -> None:
         async with serving() as engine:
 
             async def leave_early(i: int) -> None:
-                request = engine.make_request([i % 256] * (1 + i % 30), SamplingParams(max_tokens=60))
+                prompt = [i % 256] * (1 + i % 30)
+                request = engine.make_request(prompt, SamplingParams(max_tokens=60 if i % 6 == 4 else 200))  # 200 outlast any stall: few fit at once
                 if i % 3 == 0:  # cancelled
-                    task = asyncio.create_task(collect(engine, [i % 256] * (1 + i % 30), max_tokens=60))
+                    task = asyncio.create_task(collect(engine, prompt, max_tokens=60))
                     await asyncio.sleep(0.001 * (i % 20))
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
@@ -138,8 +149,8 @@ def test_disconnects_free_all_pages() -> None:
 
 def test_abort_by_id_gives_a_last_output() -> None:
     async def body() -> None:
-        async with serving() as engine:
-            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=100), "x"))
+        async with serving(long_runner()) as engine:
+            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=LONG), "x"))
             await anext(stream)
             assert engine.abort("x") and engine.abort("x")
             rest = [output async for output in stream]
@@ -152,10 +163,10 @@ def test_abort_by_id_gives_a_last_output() -> None:
 
 def test_refusals() -> None:
     async def body() -> None:
-        async with serving() as engine:
+        async with serving(long_runner()) as engine:
             with pytest.raises(ContextLengthError):
-                engine.make_request([1] * 500, SamplingParams())
-            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=100), "x"))
+                engine.make_request([1] * 70_000, SamplingParams())
+            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=LONG), "x"))
             await anext(stream)
             with pytest.raises(InvalidRequestError, match="in flight already"):
                 await collect(engine, [1], "x")
@@ -172,12 +183,12 @@ def test_an_id_whose_request_gave_way_can_be_used_again_at_once() -> None:
         runner = SlowRunner(max_num_seqs=1)
         limits = SchedulerConfig(max_num_seqs=1, max_tokens_per_step=16, max_queued_requests=1, order="priority")
         async with serving(runner, scheduler=limits) as engine:
+            runner.hold()
             running = asyncio.create_task(collect(engine, [1], max_tokens=50))
+            await until(lambda: runner.is_held)
             first = asyncio.create_task(collect(engine, [2], "x", max_tokens=5))
-            while engine.stats().num_waiting == 0:
-                await asyncio.sleep(0.001)
-            runner.gate.clear()
-            await asyncio.sleep(0.05)  # a step has begun, and waits
+            await step_until(runner, lambda: engine.stats().num_waiting == 1)
+            await until(lambda: runner.is_held)
             urgent = engine.make_request([3], SamplingParams(max_tokens=5), None, RequestOptions(priority=-1))
             stream = engine.generate(urgent)
             taking = asyncio.ensure_future(anext(stream))
@@ -186,7 +197,7 @@ def test_an_id_whose_request_gave_way_can_be_used_again_at_once() -> None:
             await asyncio.sleep(0)
             second = asyncio.create_task(collect(engine, [2], "x", max_tokens=5))
             await asyncio.sleep(0)
-            runner.gate.set()
+            runner.release()
             assert isinstance((await second)[-1].refusal, OverloadedError)
             assert [await taking, *[output async for output in stream]][-1].finish_reason == "length"
             assert (await running)[-1].finish_reason == "length" and first.cancelled()
@@ -206,10 +217,7 @@ def test_wrong_books_cost_no_answer_and_no_server(monkeypatch: pytest.MonkeyPatc
             assert inner is not None
             inner._scheduler.ranks[0].pool._free.pop()
             assert (await collect(engine, [1], max_tokens=5))[-1].finish_reason == "length"
-            for _ in range(20_000):
-                if "books" in caplog.text:
-                    break
-                await asyncio.sleep(0.001)
+            await until(lambda: "books" in caplog.text)
             assert (await collect(engine, [1], max_tokens=5))[-1].finish_reason == "length"
             assert engine.state == "ready" and engine.stats().num_requests == 2
             inner.check_integrity()
@@ -219,15 +227,24 @@ def test_wrong_books_cost_no_answer_and_no_server(monkeypatch: pytest.MonkeyPatc
     assert [record.levelname for record in caplog.records] == ["CRITICAL"]
 
 
-def test_an_idle_engine_sleeps() -> None:
+def test_an_idle_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with serving() as engine:
+            inner, num_turns = engine._engine, 0
+            assert inner is not None
+            step = inner.step
+
+            def counting() -> list[RequestOutput]:
+                nonlocal num_turns
+                num_turns += 1
+                return step()
+
+            monkeypatch.setattr(inner, "step", counting)
             await collect(engine, [1], max_tokens=2)
-            thread = engine._thread
-            before = time.process_time()
+            before = num_turns
             await asyncio.sleep(0.2)
-            assert time.process_time() - before < 0.05
-            assert thread.is_alive()
+            assert 2 <= before == num_turns
+            assert (await collect(engine, [1], max_tokens=2))[-1].finish_reason == "length"
 
     run(body())
 
@@ -298,8 +315,12 @@ def test_when_the_engine_dies_every_stream_is_told() -> None:
         runner = SlowRunner()
         async with serving(runner) as engine:
             runner.errors = [None, None, EngineDeadError("the device is gone")]
-            streams = await asyncio.gather(*(collect(engine, [i], max_tokens=50) for i in range(12)))
-            for outputs in streams:
+            runner.hold()
+            tasks = [asyncio.create_task(collect(engine, [i], max_tokens=50)) for i in range(12)]
+            await asyncio.sleep(0)  # all have begun
+            runner.release()
+            for task in tasks:
+                outputs = await task
                 last = outputs[-1]
                 assert last.finish_reason == "error" and "the device is gone" in (last.error or "")
                 assert last.usage.completion_tokens == sum(len(output.token_ids) for output in outputs)
@@ -313,11 +334,16 @@ def test_when_the_engine_dies_every_stream_is_told() -> None:
 
 def test_drain_lets_requests_finish() -> None:
     async def body() -> None:
-        async with serving() as engine:
+        runner = SlowRunner()
+        async with serving(runner) as engine:
+            runner.hold()
             task = asyncio.create_task(collect(engine, [1], max_tokens=40))
-            await asyncio.sleep(0.005)
-            await engine.drain(10.0)
-            assert engine.state == "draining"
+            await until(lambda: runner.is_held)
+            draining = asyncio.create_task(engine.drain(LIMIT_S))
+            await asyncio.sleep(0.01)
+            assert engine.state == "draining" and not draining.done()
+            runner.release()
+            await draining
             assert (await task)[-1].finish_reason == "length"
             with pytest.raises(EngineNotReadyError, match="shutting down"):
                 engine.make_request([1], SamplingParams())
@@ -327,9 +353,10 @@ def test_drain_lets_requests_finish() -> None:
 
 def test_drain_aborts_at_its_limit() -> None:
     async def body() -> None:
-        async with serving(SlowRunner(step_s=0.01, num_pages=4000, max_num_seqs=2)) as engine:
-            tasks = [asyncio.create_task(collect(engine, [1], max_tokens=120)) for _ in range(5)]  # two run, three wait
-            await asyncio.sleep(0.01)
+        runner = SlowRunner(num_pages=2048, page_size=64, max_num_seqs=2)
+        async with serving(runner) as engine:
+            tasks = [asyncio.create_task(collect(engine, [1], max_tokens=LONG)) for _ in range(5)]  # two run, three wait
+            await until(lambda: engine.stats().num_running == 2)
             await engine.drain(0.02)
             assert {(await task)[-1].finish_reason for task in tasks} == {"abort"}
             await all_free(engine)
@@ -343,21 +370,21 @@ def test_drain_ends_even_if_the_engine_is_stuck(monkeypatch: pytest.MonkeyPatch)
     async def body() -> None:
         runner = SlowRunner()
         async with serving(runner) as engine:
-            runner.gate.clear()
+            runner.hold()
             task = asyncio.create_task(collect(engine, [1], max_tokens=10))
-            await asyncio.sleep(0.01)
+            await until(lambda: runner.is_held)
             await engine.drain(0.02)
             assert (await task)[-1].finish_reason == "abort"
-            runner.gate.set()
+            runner.release()
 
     run(body())
 
 
 def test_close_ends_streams() -> None:
     async def body() -> None:
-        async with serving(SlowRunner(step_s=0.01)) as engine:
-            task = asyncio.create_task(collect(engine, [1], max_tokens=120))
-            await asyncio.sleep(0.01)
+        async with serving(long_runner()) as engine:
+            task = asyncio.create_task(collect(engine, [1], max_tokens=LONG))
+            await until(lambda: engine.stats().num_running == 1)
             engine.close()
             assert (await task)[-1].finish_reason == "abort"
 
@@ -366,11 +393,14 @@ def test_close_ends_streams() -> None:
 
 def test_a_slow_reader_is_paused_and_others_go_on() -> None:
     async def body() -> None:
-        async with serving(engine=EngineConfig(reader_buffer=4)) as engine:
+        runner = SlowRunner()
+        async with serving(runner, engine=EngineConfig(reader_buffer=4)) as engine:
+            runner.hold()
+            runner.let(1)
             slow = engine.generate(engine.make_request([1], SamplingParams(max_tokens=60, seed=3)))
             got = [await anext(slow)]
-            while engine.stats().num_paused == 0:
-                await asyncio.sleep(0.001)
+            await step_until(runner, lambda: engine.stats().num_paused == 1)
+            runner.release()
             before = engine.stats()
             assert len(await collect(engine, [2], max_tokens=50)) > 1
             after = engine.stats()
@@ -386,11 +416,10 @@ def test_a_slow_reader_is_paused_and_others_go_on() -> None:
 
 def test_a_paused_reader_that_goes_away_leaves_nothing() -> None:
     async def body() -> None:
-        async with serving(engine=EngineConfig(reader_buffer=4)) as engine:
-            slow = engine.generate(engine.make_request([1], SamplingParams(max_tokens=60)))
+        async with serving(long_runner(), engine=EngineConfig(reader_buffer=4)) as engine:
+            slow = engine.generate(engine.make_request([1], SamplingParams(max_tokens=LONG)))
             await anext(slow)
-            while engine.stats().num_paused == 0:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().num_paused == 1)
             await slow.aclose()
             await all_free(engine)
             assert engine.stats().finished["abort"] == 1
@@ -400,15 +429,14 @@ def test_a_paused_reader_that_goes_away_leaves_nothing() -> None:
 
 def test_a_reader_that_does_not_come_back_is_given_up() -> None:
     async def body() -> None:
-        async with serving(engine=EngineConfig(reader_buffer=2, reader_timeout_s=0.2)) as engine:
-            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=100)))
+        async with serving(long_runner(), engine=EngineConfig(reader_buffer=2, reader_timeout_s=0.2)) as engine:
+            stream = engine.generate(engine.make_request([1], SamplingParams(max_tokens=LONG)))
             got = [await anext(stream)]
-            while engine.stats().refused["reader_timeout"] == 0:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().refused["reader_timeout"] == 1)
             await all_free(engine)
             got += [output async for output in stream]
             assert isinstance(got[-1].refusal, ReaderTimeoutError) and "engine.reader_timeout_s" in str(got[-1].refusal)
-            assert sum(len(output.token_ids) for output in got) == got[-1].usage.completion_tokens < 100
+            assert sum(len(output.token_ids) for output in got) == got[-1].usage.completion_tokens < LONG
 
     run(body())
 
@@ -416,18 +444,25 @@ def test_a_reader_that_does_not_come_back_is_given_up() -> None:
 def test_refusals_come_as_what_they_are() -> None:
     async def body() -> None:
         runner = SlowRunner(max_num_seqs=2)
-        limits = SchedulerConfig(max_num_seqs=2, max_tokens_per_step=16, max_queued_requests=2, queue_timeout_s=0.3)
-        async with serving(runner, scheduler=limits) as engine:
-            runner.gate.clear()
-            tasks = [asyncio.create_task(collect(engine, [i], max_tokens=100)) for i in range(4)]
-            await asyncio.sleep(0.05)
-            tasks += [asyncio.create_task(collect(engine, [9], max_tokens=1)) for _ in range(3)]
-            runner.gate.set()
-            runner.step_s = 0.02
+        limits = SchedulerConfig(max_num_seqs=2, max_tokens_per_step=16, max_queued_requests=2, queue_timeout_s=600)
+        async with serving(runner, scheduler=limits, clock=runner.clock) as engine:
+            runner.hold()
+            tasks: list[asyncio.Task[list[RequestOutput]]] = []
+
+            async def add(count: int, condition: Callable[[], object]) -> None:
+                tasks.extend(asyncio.create_task(collect(engine, [len(tasks)], max_tokens=100)) for _ in range(count))
+                await step_until(runner, condition)
+
+            await add(2, lambda: engine.stats().num_running == 2)
+            await add(2, lambda: engine.stats().num_waiting == 2)
+            await add(3, lambda: engine.stats().refused["overload"] == 3)
+            runner.skipped_s += 600
+            runner.release()
             lasts = [(await task)[-1] for task in tasks]
-            assert sum(isinstance(last.refusal, OverloadedError) for last in lasts) >= 3
-            assert {last.finish_reason for last in lasts} == {"length", "error"}
-            assert sum(engine.stats().refused.values()) == sum(last.refusal is not None for last in lasts)
+            assert [last.finish_reason for last in lasts] == ["length"] * 2 + ["error"] * 5
+            assert all(isinstance(last.refusal, OverloadedError) for last in lasts[2:])
+            refused = engine.stats().refused
+            assert (refused["overload"], refused["queue_timeout"], sum(refused.values())) == (3, 2, 5)
             await all_free(engine)
 
     run(body())
@@ -437,14 +472,11 @@ def test_a_deadline_ends_a_request_though_nothing_else_happens() -> None:
     """Its reader is slow, so it is paused and the engine sleeps: the deadline wakes it."""
 
     async def body() -> None:
-        async with serving(engine=EngineConfig(reader_buffer=2)) as engine:
-            request = engine.make_request([1], SamplingParams(max_tokens=100), None, RequestOptions(deadline_ms=800))
+        async with serving(long_runner(), engine=EngineConfig(reader_buffer=2)) as engine:
+            request = engine.make_request([1], SamplingParams(max_tokens=LONG), None, RequestOptions(deadline_ms=800))
             stream = engine.generate(request)
             outputs = [await anext(stream)]  # on a busy machine the deadline may be up by now, and this is all
-            for _ in range(3000):
-                if engine.stats().refused["deadline"]:
-                    break
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().refused["deadline"] == 1)
             outputs += [output async for output in stream]
             assert isinstance(outputs[-1].refusal, DeadlineExceededError)
             await all_free(engine)
@@ -452,30 +484,67 @@ def test_a_deadline_ends_a_request_though_nothing_else_happens() -> None:
     run(body())
 
 
-def test_a_stuck_step_is_a_dead_engine_unless_it_compiles() -> None:
+class WatchdogTime:
+    """Stands for the time that the watchdog sleeps: it passes when a test says so, not when a machine stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._slept = threading.Semaphore(0)
+        self._asleep = threading.Semaphore(0)
+        monkeypatch.setattr("jaxserve.engine.async_engine.time", SimpleNamespace(monotonic=time.monotonic, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        self._asleep.release()
+        self._slept.acquire()
+
+    def wake(self) -> None:
+        """For one look."""
+        self._slept.release()
+
+    def pass_(self, num_looks: int) -> None:
+        """Returns when it has looked so many times and sleeps again."""
+        assert self._asleep.acquire(timeout=LIMIT_S)
+        for _ in range(num_looks):
+            self.wake()
+            assert self._asleep.acquire(timeout=LIMIT_S)
+        self._asleep.release()
+
+
+def test_a_stuck_step_is_a_dead_engine_unless_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog_time = WatchdogTime(monkeypatch)
+
     async def body() -> None:
         runner = SlowRunner()
-        async with serving(runner, engine=EngineConfig(watchdog_s=0.2)) as engine:
-            runner.gate.clear()
+        async with serving(runner, engine=EngineConfig(watchdog_s=2.0)) as engine:  # it looks every half second
+            runner.hold()
             runner.is_compiling = True
             task = asyncio.create_task(collect(engine, [1], max_tokens=5))
-            await asyncio.sleep(0.5)
+            await until(lambda: runner.is_held)
+            watchdog_time.pass_(50)
             assert engine.state == "ready"
             runner.is_compiling = False
-            last = (await asyncio.wait_for(task, 2))[-1]
-            assert last.finish_reason == "error" and "a step took more than 0.2 s" in (last.error or "")
+            watchdog_time.pass_(4)
+            assert engine.state == "ready"
+            watchdog_time.wake()
+            last = (await task)[-1]
+            assert last.finish_reason == "error" and "a step took more than 2 s" in (last.error or "")
             assert engine.state == "dead"
-            runner.gate.set()
+            runner.release()
 
     run(body())
 
 
-def test_an_idle_engine_does_not_upset_the_watchdog() -> None:
+def test_an_idle_engine_does_not_upset_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog_time = WatchdogTime(monkeypatch)
+
     async def body() -> None:
-        async with serving(engine=EngineConfig(watchdog_s=0.1)) as engine:
-            await asyncio.sleep(0.4)
-            assert (await collect(engine, [1], max_tokens=2))[-1].finish_reason == "length"
-            assert engine.state == "ready"
+        async with serving(engine=EngineConfig(watchdog_s=2.0)) as engine:
+            for _ in range(2):
+                watchdog_time.pass_(50)
+                assert engine.state == "ready"
+                assert (await collect(engine, [1], max_tokens=2))[-1].finish_reason == "length"
+                await all_free(engine)
+            engine.close()
+            watchdog_time.wake()  # and it ends
 
     run(body())
 

@@ -113,10 +113,10 @@ class TestStopStrings:
     def test_many_long_ones_cost_little(self) -> None:
         """64 x 1,024 characters that all keep almost matching: linear, where a search of the window would take 1,000 times as long."""
         matcher = StopMatcher(["a" * (1000 + i) + "b" for i in range(64)])
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for _ in range(500):
             matcher.push("aaaa")
-        assert time.perf_counter() - begin < 5
+        assert time.thread_time() - begin < 5
 
 
 class TestStopTokens:

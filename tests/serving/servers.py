@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -19,6 +19,7 @@ from jaxserve.serving.http_api.app import create_app
 from jaxserve.serving.metrics import Responses
 from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import FakeAsyncEngine
+from tests.waiting import LIMIT_S
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -78,12 +79,9 @@ async def grpc_server(engine: Any, config: Config | None = None, *, serving: boo
         await server.stop(0)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Waits for a condition; fails when it does not come."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.005)
+def http_client(port: int, **options: Any) -> httpx.AsyncClient:
+    """A client of such a server that waits for answers, however slow this machine is."""
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S, **options)
 
 
 @dataclasses.dataclass(frozen=True)

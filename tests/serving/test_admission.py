@@ -8,26 +8,29 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
-import httpx
 import pytest
 
 from jaxserve.config import Config, SchedulerConfig, TenantsConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
-from tests.engine_host.fakes import fake_engine
-from tests.engine_host.test_async_engine import SlowRunner
-from tests.serving.servers import events_of, grpc_server, http_server, server_config, until
+from tests.engine_host.fakes import SlowRunner, fake_engine
+from tests.serving.servers import events_of, grpc_server, http_client, http_server, server_config
+from tests.waiting import LIMIT_S, until
 
 TENANTS = TenantsConfig(keys=("acme=key-a", "beta=key-b", "gamma=key-c"), limits=("beta.max_requests=1", "gamma.tokens_per_minute=49"))
 LONG = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
+SLOW_S = 0.05
+"""A step of this length makes such a request outlast any stall of the client."""
+DEADLINE_MS = 600_000
+"""Passes only when a test lets it."""
 
 
-def with_servers(scheduler: SchedulerConfig, scenario: Callable[[str, pb_grpc.InferenceStub, SlowRunner, AsyncEngine], Awaitable[None]]) -> None:
+def with_servers(scheduler: SchedulerConfig, scenario: Callable[[int, pb_grpc.InferenceStub, SlowRunner, AsyncEngine], Awaitable[None]]) -> None:
     runner = SlowRunner(num_pages=256, page_size=4, max_num_seqs=scheduler.max_num_seqs)
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(runner, max_position=256, scheduler=scheduler, tenants=TENANTS))
+        engine = AsyncEngine(lambda: fake_engine(runner, max_position=256, scheduler=scheduler, tenants=TENANTS, clock=runner.clock))
         engine.start()
         await engine.wait_ready()
         config = Config(server=server_config().server, scheduler=scheduler, tenants=TENANTS)
@@ -37,13 +40,14 @@ def with_servers(scheduler: SchedulerConfig, scenario: Callable[[str, pb_grpc.In
                 grpc_server(engine, config) as server,
                 grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
             ):
-                await scenario(f"http://127.0.0.1:{port}", pb_grpc.InferenceStub(channel), runner, engine)
-                runner.gate.set()
+                await scenario(port, pb_grpc.InferenceStub(channel), runner, engine)
+                runner.step_s = 0.0
+                runner.release()
                 await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
         finally:
             engine.close()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
 
 
 def auth(key: str) -> dict[str, str]:
@@ -58,8 +62,9 @@ async def grpc_error(stub: pb_grpc.InferenceStub, key: str, **fields: object) ->
 
 
 def test_a_full_queue_is_503_with_retry_after() -> None:
-    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
-        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
+    async def scenario(port: int, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with http_client(port, headers=auth("key-a")) as client:
+            runner.step_s = SLOW_S
             busy = [asyncio.create_task(client.post("/v1/completions", json=LONG)) for _ in range(2)]
             await until(lambda: engine.stats().num_running == 2)
             for stream in (False, True):
@@ -69,14 +74,16 @@ def test_a_full_queue_is_503_with_retry_after() -> None:
             code, metadata = await grpc_error(stub, "key-a")
             assert code is grpc.StatusCode.UNAVAILABLE
             assert int(metadata["retry-after"]) * 1000 == int(metadata["grpc-retry-pushback-ms"]) >= 1000
+            runner.step_s = 0.0
             assert [(await task).status_code for task in busy] == [200, 200]
 
     with_servers(SchedulerConfig(max_num_seqs=2, max_tokens_per_step=64, max_queued_requests=0), scenario)
 
 
 def test_a_used_up_quota_is_429_and_others_are_served() -> None:
-    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async def scenario(port: int, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with http_client(port) as client:
+            runner.step_s = SLOW_S
             busy = asyncio.create_task(client.post("/v1/completions", json=LONG, headers=auth("key-b")))
             await until(lambda: engine.stats().num_running == 1)
             answer = await client.post("/v1/completions", json=LONG, headers=auth("key-b"))
@@ -86,21 +93,31 @@ def test_a_used_up_quota_is_429_and_others_are_served() -> None:
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and metadata["error-code"] == "rate_limit_exceeded" and metadata["retry-after"] == "1"
             for key, status in (("key-a", 200), ("key-x", 401)):
                 assert (await client.post("/v1/completions", json=LONG | {"max_tokens": 2}, headers=auth(key))).status_code == status
+            runner.step_s = 0.0
             assert (await busy).status_code == 200
 
     with_servers(SchedulerConfig(max_num_seqs=4, max_tokens_per_step=64), scenario)
 
 
 def test_a_deadline_is_504_before_the_first_token_and_an_error_event_after_it() -> None:
-    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
-        runner.step_s = 0.02
-        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
-            answer = await client.post("/v1/completions", json=LONG | {"deadline_ms": 300})
+    async def scenario(port: int, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        runner.step_s = SLOW_S
+        body = LONG | {"deadline_ms": DEADLINE_MS}
+        async with http_client(port, headers=auth("key-a")) as client:
+            whole = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: engine.stats().num_running == 1)
+            runner.skipped_s += DEADLINE_MS / 1000
+            answer = await whole
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-            answer = await client.post("/v1/completions", json=LONG | {"deadline_ms": 500, "stream": True})
-            assert answer.status_code == 200
-            assert "deadline_exceeded" in answer.text.strip().rpartition("data: ")[2] and "[DONE]" not in answer.text
-        responses = stub.Generate(pb.GenerateRequest(text="hi", max_tokens=200, deadline_ms=300), metadata=(("authorization", "Bearer key-a"),))
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                assert answer.status_code == 200
+                runner.skipped_s += DEADLINE_MS / 1000
+                text = (await answer.aread()).decode()
+            assert "deadline_exceeded" in text.strip().rpartition("data: ")[2] and "[DONE]" not in text
+        request = pb.GenerateRequest(text="hi", max_tokens=200, deadline_ms=DEADLINE_MS)
+        responses = aiter(stub.Generate(request, metadata=(("authorization", "Bearer key-a"),)))
+        await anext(responses)
+        runner.skipped_s += DEADLINE_MS / 1000
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in responses:
                 pass
@@ -111,23 +128,29 @@ def test_a_deadline_is_504_before_the_first_token_and_an_error_event_after_it() 
 
 
 def test_a_deadline_that_passes_in_the_queue_says_when_to_try_again() -> None:
-    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
-        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
-            runner.step_s = 0.02
+    async def scenario(port: int, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with http_client(port, headers=auth("key-a")) as client:
+            runner.step_s = SLOW_S
             busy = asyncio.create_task(client.post("/v1/completions", json=LONG))
             await until(lambda: engine.stats().num_running == 1)
-            late = [client.post("/v1/completions", json=LONG | {"deadline_ms": 1000, "stream": stream}) for stream in (False, True)]
-            *answers, (code, metadata) = await asyncio.gather(*late, grpc_error(stub, "key-a", deadline_ms=1000))
-            for answer in answers:
+            late = [asyncio.create_task(client.post("/v1/completions", json=LONG | {"deadline_ms": DEADLINE_MS, "stream": stream})) for stream in (False, True)]
+            also_late = asyncio.create_task(grpc_error(stub, "key-a", deadline_ms=DEADLINE_MS))
+            await until(lambda: engine.stats().num_waiting == 3)
+            runner.skipped_s += DEADLINE_MS / 1000
+            for answer in [await task for task in late]:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
                 assert "not begun" in answer.json()["error"]["message"] and int(answer.headers["Retry-After"]) >= 1
+            code, metadata = await also_late
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED and int(metadata["retry-after"]) >= 1
             busy.cancel()
             await until(lambda: engine.stats().num_running == 0)
-            answer = await client.post("/v1/completions", json=LONG | {"deadline_ms": 500})
+            running = asyncio.create_task(client.post("/v1/completions", json=LONG | {"deadline_ms": DEADLINE_MS}))
+            await until(lambda: engine.stats().num_running == 1)
+            runner.skipped_s += DEADLINE_MS / 1000
+            answer = await running
             assert answer.status_code == 504 and "Retry-After" not in answer.headers  # it ran: the queue has nothing to do with it
 
-    with_servers(SchedulerConfig(max_num_seqs=1, max_tokens_per_step=64), scenario)
+    with_servers(SchedulerConfig(max_num_seqs=1, max_tokens_per_step=64, queue_timeout_s=None), scenario)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +163,8 @@ def test_a_deadline_that_passes_in_the_queue_says_when_to_try_again() -> None:
     ],
 )
 def test_a_list_of_prompts_that_no_limit_will_ever_let_in_is_refused(limits: dict[str, int], key: str, prompts: list[str], message: str) -> None:
-    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
-        async with httpx.AsyncClient(base_url=url, headers=auth(key), timeout=20) as client:
+    async def scenario(port: int, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with http_client(port, headers=auth(key)) as client:
             for stream in (False, True):
                 answer = await client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 8, "stream": stream})
                 error = answer.json()["error"]
@@ -154,12 +177,12 @@ def test_a_list_of_prompts_that_no_limit_will_ever_let_in_is_refused(limits: dic
 
 
 def test_a_limit_under_load_is_visible_in_the_answer() -> None:
-    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
-        async with httpx.AsyncClient(base_url=url, headers=auth("key-a"), timeout=20) as client:
-            runner.gate.clear()
+    async def scenario(port: int, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        async with http_client(port, headers=auth("key-a")) as client:
+            runner.hold()
             tasks = [asyncio.create_task(client.post("/v1/completions", json=LONG | {"max_tokens": 20})) for _ in range(4)]
-            await asyncio.sleep(0.2)
-            runner.gate.set()
+            await until(lambda: runner.is_held and len(engine._streams) == 4)
+            runner.release()
             answers = [(await task).json() for task in tasks]
             whole = [answer for answer in answers if "degraded" not in answer]
             limited = [answer for answer in answers if "degraded" in answer]
@@ -167,14 +190,15 @@ def test_a_limit_under_load_is_visible_in_the_answer() -> None:
             assert {answer["usage"]["completion_tokens"] for answer in whole} == {20}
             assert {(answer["usage"]["completion_tokens"], answer["degraded"]["max_tokens"]) for answer in limited} == {(3, 3)}
 
-            runner.gate.clear()
+            await until(lambda: engine.stats().num_running == 0)
+            runner.hold()
             body = LONG | {"max_tokens": 20, "stream": True}
             tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(3)]
-            await asyncio.sleep(0.2)
+            await until(lambda: runner.is_held and len(engine._streams) == 3)
             options = [None, {"include_usage": True}]
             streams = [asyncio.create_task(client.post("/v1/completions", json=body | {"stream_options": option})) for option in options]
-            await asyncio.sleep(0.2)
-            runner.gate.set()
+            await until(lambda: len(engine._streams) == 5)
+            runner.release()
             for stream in streams:
                 chunks = [chunk for chunk in events_of((await stream).text) if chunk != "[DONE]"]
                 (end,) = (chunk for chunk in chunks if "degraded" in chunk)
@@ -185,7 +209,8 @@ def test_a_limit_under_load_is_visible_in_the_answer() -> None:
 
 
 def test_nobody_aborts_anothers_request() -> None:
-    async def scenario(url: str, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+    async def scenario(port: int, stub: pb_grpc.InferenceStub, runner: SlowRunner, engine: AsyncEngine) -> None:
+        runner.step_s = SLOW_S
         call = stub.Generate(pb.GenerateRequest(text="hi", max_tokens=200, request_id="mine"), metadata=(("authorization", "Bearer key-a"),))
         await anext(aiter(call))
         for key, aborted in (("key-b", False), ("key-a", True)):

@@ -22,7 +22,8 @@ from jaxserve.serving.grpc_api.server import SERVICE_NAME, GrpcServer
 from jaxserve.serving.metrics import Responses
 from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import BOS, EOS, FakeAsyncEngine, expected_text
-from tests.serving.servers import grpc_server, server_config, until
+from tests.serving.servers import grpc_server, server_config
+from tests.waiting import until
 
 HI = [BOS, *b"hi"]
 CHAT = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
@@ -201,14 +202,15 @@ def test_cancelling_a_call_frees_its_request() -> None:
 
 
 def test_an_id_in_flight_is_refused_and_its_owner_runs_on() -> None:
-    engine = FakeAsyncEngine(step_s=0.01)
+    engine = FakeAsyncEngine(step_s=0.05)
 
     async def scenario(stub: Stub) -> None:
-        request = pb.GenerateRequest(text="hi", request_id="one", max_tokens=20)
+        request = pb.GenerateRequest(text="hi", request_id="one", max_tokens=500)
         owner = aiter(stub.Generate(request))
         await anext(owner)
         status, message, _ = await refusal_of(generate(stub, text="hi", request_id="one"))
         assert status == grpc.StatusCode.INVALID_ARGUMENT and "in flight already" in message
+        engine.step_s = 0.0
         assert [response.finish_reason async for response in owner][-1] == "length"
         assert engine.aborted == []
 

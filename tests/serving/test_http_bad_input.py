@@ -14,6 +14,7 @@ import pytest
 from jaxserve.chat_template import ChatTemplate
 from tests.serving.fake_engine import ByteTokenizer, FakeAsyncEngine
 from tests.serving.servers import CHAT, Raw, app_client, ask, http_server, server_config
+from tests.waiting import LIMIT_S
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -206,9 +207,9 @@ def test_body_too_large_in_chunks_is_refused_while_it_arrives() -> None:
             for _ in range(3):  # the body never ends
                 writer.write(b"1000\r\n" + b"x" * 4096 + b"\r\n")
             await writer.drain()
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
             assert b"413" in head.splitlines()[0]
-            assert b"request_too_large" in await asyncio.wait_for(reader.read(), 5)  # up to the close
+            assert b"request_too_large" in await asyncio.wait_for(reader.read(), LIMIT_S)  # up to the close
             await Raw(reader, writer).close()
 
     asyncio.run(scenario())

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import random
 
-import httpx
 import openai
 import pytest
 
 from jaxserve.request import RequestOptions, SamplingParams
 from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import BOS, FakeAsyncEngine, expected_text
-from tests.serving.servers import CHAT, Raw, http_server, server_config, until
+from tests.serving.servers import CHAT, Raw, http_client, http_server, server_config
+from tests.waiting import until
 
 
 def client_of(port: int, **kw: object) -> openai.AsyncOpenAI:
@@ -70,8 +70,8 @@ def test_random_disconnects_leave_nothing_running() -> None:
             for start in range(0, 200, 50):
                 await asyncio.gather(*(visit(port, index) for index in range(start, start + 50)))
             await until(lambda: not engine.running)
-            async with httpx.AsyncClient() as client:
-                assert (await client.get(f"http://127.0.0.1:{port}/ready")).status_code == 200
+            async with http_client(port) as client:
+                assert (await client.get("/ready")).status_code == 200
 
     asyncio.run(scenario())
 
@@ -143,7 +143,7 @@ def test_the_openai_client_raises_its_own_errors() -> None:
 
 def test_one_connection_serves_many_requests() -> None:
     async def scenario() -> None:
-        async with http_server(FakeAsyncEngine()) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with http_server(FakeAsyncEngine()) as port, http_client(port) as client:
             for stream in (False, True, False):
                 response = await client.post("/v1/completions", json={"prompt": "hi", "stream": stream})
                 assert response.status_code == 200

@@ -27,7 +27,8 @@ from jaxserve.request import Request, RequestOutput
 from jaxserve.serving.launch import curl_line, serve
 from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import FakeAsyncEngine
-from tests.serving.servers import Raw, http_server, server_config, until
+from tests.serving.servers import Raw, http_client, http_server, server_config
+from tests.waiting import LIMIT_S, until
 
 REPOSITORY = Path(__file__).parents[2]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -53,7 +54,7 @@ def run_served(
     async def run() -> float:
         served = asyncio.create_task(serve(config, engine))
         async with (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.server.port}") as client,
+            http_client(config.server.port) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{config.server.grpc_port}") as channel,
         ):
             await asyncio.sleep(0)
@@ -73,19 +74,17 @@ async def health_of(channel: grpc.aio.Channel) -> int:
 
 
 async def until_health(channel: grpc.aio.Channel, status: int) -> None:
-    for _ in range(500):
-        if await health_of(channel) == status:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("health did not change")
+    async def is_so() -> bool:
+        return await health_of(channel) == status
+
+    await until(is_so)
 
 
 async def until_ready(client: httpx.AsyncClient) -> None:
-    for _ in range(500):
-        if (await client.get("/ready")).status_code == 200:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("never ready")
+    async def is_ready() -> bool:
+        return (await client.get("/ready")).status_code == 200
+
+    await until(is_ready)
 
 
 def test_from_starting_to_ready_to_closed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,20 +116,25 @@ def test_from_starting_to_ready_to_closed(capfd: pytest.CaptureFixture[str]) -> 
 def test_running_requests_may_finish_while_new_ones_are_refused() -> None:
     async def scenario(client: httpx.AsyncClient, channel: grpc.aio.Channel) -> None:
         await until_ready(client)
-        answer = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 50}))
-        await until(lambda: engine.running)
-        asyncio.get_running_loop().call_later(0.1, lambda: refused.append(asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"}))))
-        answers.append(answer)
 
-    engine = FakeAsyncEngine(step_s=0.01)
-    answers: list[Any] = []
-    refused: list[Any] = []
+        async def be_refused() -> httpx.Response:
+            await until(lambda: engine.state == "draining")
+            response = await client.post("/v1/completions", json={"prompt": "hi"})
+            assert engine.running
+            engine.step_s = 0.0  # until now the other one was far from its end
+            return response
+
+        answers.append(asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 500})))
+        await until(lambda: engine.running)
+        answers.append(asyncio.create_task(be_refused()))
+
+    engine = FakeAsyncEngine(step_s=0.05)
+    answers: list[asyncio.Task[httpx.Response]] = []
     # The client lives as long as ``serve`` does: both calls are answered before it ends.
-    seconds = run_served(scenario, engine, drain_timeout_s=30.0)
-    assert 0.3 < seconds < 20
-    response = answers[0].result()
-    assert response.json()["usage"]["completion_tokens"] == 50
-    assert refused[0].result().status_code == 503
+    assert run_served(scenario, engine, drain_timeout_s=10 * LIMIT_S) < 5 * LIMIT_S
+    finished, refused = (answer.result() for answer in answers)
+    assert finished.json()["usage"]["completion_tokens"] == 500
+    assert refused.status_code == 503
 
 
 def test_requests_that_outlast_the_drain_are_ended() -> None:
@@ -139,10 +143,10 @@ def test_requests_that_outlast_the_drain_are_ended() -> None:
 
     async def scenario(client: httpx.AsyncClient, channel: grpc.aio.Channel) -> None:
         await until_ready(client)
-        answers.append(asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 5000}, timeout=30)))
+        answers.append(asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 5000})))
         await until(lambda: engine.running)
 
-    assert run_served(scenario, engine, drain_timeout_s=0.2) < 20
+    assert run_served(scenario, engine, drain_timeout_s=0.2) < 40  # the request would take 50
     assert answers[0].result().json()["choices"][0]["finish_reason"] == "abort"
 
 
@@ -163,6 +167,7 @@ def test_what_has_ended_can_be_read_as_long_as_the_drain_may_take(monkeypatch: p
         await connection.reader.readuntil(b"\r\n\r\n")
 
         async def read_late() -> bytes:
+            await until(lambda: engine.state == "draining")
             await asyncio.sleep(0.6)
             text = await connection.reader.read(-1)
             await connection.close()
@@ -170,10 +175,11 @@ def test_what_has_ended_can_be_read_as_long_as_the_drain_may_take(monkeypatch: p
 
         readers.append(asyncio.create_task(read_late()))
 
-    seconds = run_served(scenario, Done(), drain_timeout_s=20.0, wait_for=readers)
+    engine = Done()
+    seconds = run_served(scenario, engine, drain_timeout_s=5 * LIMIT_S, wait_for=readers)
     text = readers[0].result()
     assert text.count(b"x" * 2**18) == 64 and b"[DONE]" in text
-    assert 0.5 < seconds < 15
+    assert 0.5 < seconds < LIMIT_S
 
 
 def test_a_start_that_fails_ends_serve_with_its_error() -> None:
@@ -255,7 +261,7 @@ def test_exit_status(num_signals: int, status: int) -> None:
                 await asyncio.sleep(TIMEOUT)
 
         asyncio.run(serve(server_config(), NeverDrains(state="starting")))
-    """).replace("TIMEOUT", "0" if num_signals == 1 else "60")
+    """).replace("TIMEOUT", "0" if num_signals == 1 else "600")
     command = [sys.executable, "-W", "error", "-c", program]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -265,7 +271,7 @@ def test_exit_status(num_signals: int, status: int) -> None:
         assert process.stdout.readline() == "draining\n"
         if num_signals == 2:
             process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == status, process.stderr.read()
+        assert process.wait(timeout=LIMIT_S) == status, process.stderr.read()
 
 
 def test_a_signal_while_the_engine_starts_does_not_wait_for_it() -> None:
@@ -277,7 +283,7 @@ def test_a_signal_while_the_engine_starts_does_not_wait_for_it() -> None:
 
         class Compiles(FakeAsyncEngine):
             def start(self):
-                threading.Thread(target=time.sleep, args=(60,)).start()
+                threading.Thread(target=time.sleep, args=(600,)).start()
                 super().start()
                 print("starting", flush=True)
 
@@ -287,7 +293,7 @@ def test_a_signal_while_the_engine_starts_does_not_wait_for_it() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "starting\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=LIMIT_S) == 0
 
 
 def test_serving_imports_no_jax() -> None:

@@ -28,8 +28,11 @@ from jaxserve.serving.http_api.app import create_app
 from jaxserve.serving.metrics import Responses
 from jaxserve.serving.service import InferenceService
 from tests.engine_host.fakes import FakeRunner, FakeTokenizer, SlowRunner, fake_engine, fake_spec
-from tests.serving.servers import Raw, app_client, http_server, server_config, until
+from tests.serving.servers import Raw, app_client, http_client, http_server, server_config
+from tests.waiting import until
 
+LONG = 60_000
+"""Tokens that take a minute at least."""
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -66,7 +69,7 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
 
     async def run() -> None:
         def build() -> Engine:
-            return Engine(runner, FakeTokenizer(), fake_spec(256), config, model_name="fake", seed=0)  # pyright: ignore[reportArgumentType]
+            return Engine(runner, FakeTokenizer(), fake_spec(65_536), config, model_name="fake", seed=0)  # pyright: ignore[reportArgumentType]
 
         engine, responses = AsyncEngine(build), Responses()
         engine.start()
@@ -95,7 +98,7 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
 
 def test_every_request_counts_once_whatever_its_end() -> None:
     """Finished, aborted in every state, failed, refused by the engine and by the front end, over both APIs."""
-    runner = SlowRunner(num_pages=64, page_size=4, max_num_seqs=4)
+    runner = SlowRunner(num_pages=1024, page_size=64, max_num_seqs=4)
     config = Config(
         scheduler=SchedulerConfig(max_num_seqs=4, max_tokens_per_step=16, max_queued_requests=6), server=ServerConfig(port=0, grpc_port=0)
     )  # fmt: skip
@@ -105,7 +108,7 @@ def test_every_request_counts_once_whatever_its_end() -> None:
             return (await client.post("/v1/completions", json={"prompt": "some prompt", "ignore_eos": True, "max_tokens": 5, **fields})).status_code
 
         async def leave_when(num_requests: int) -> None:
-            leaving = asyncio.create_task(complete(max_tokens=200))
+            leaving = asyncio.create_task(complete(max_tokens=LONG))
             await until(lambda: engine.stats().num_requests >= num_requests)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
@@ -113,10 +116,15 @@ def test_every_request_counts_once_whatever_its_end() -> None:
         assert [await complete() for _ in range(3)] == [200] * 3
         assert await complete(temperature=-1) == 400
         assert await complete(model="another") == 404
-        await stub.Generate(pb.GenerateRequest(text="over gRPC", max_tokens=3, ignore_eos=True)).read()
+        assert [response async for response in stub.Generate(pb.GenerateRequest(text="over gRPC", max_tokens=3, ignore_eos=True))]
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Generate(pb.GenerateRequest(text="x", top_p=7)).read()
-        statuses = await asyncio.gather(*(complete(max_tokens=30) for _ in range(24)))
+        await until(lambda: not engine._streams)
+        runner.hold()
+        tasks = [asyncio.create_task(complete(max_tokens=30)) for _ in range(24)]
+        await until(lambda: len(engine._streams) == 24)
+        runner.release()
+        statuses = await asyncio.gather(*tasks)
         assert set(statuses) == {200, 503}
         num_requests = engine.stats().num_requests
         await asyncio.gather(*(leave_when(num_requests + 5) for _ in range(5)))
@@ -142,13 +150,13 @@ def test_five_aborts_are_five_at_the_next_scrape() -> None:
     """Running and waiting ones, as soon as the engine knows that their clients have gone."""
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=64, page_size=4, max_num_seqs=2), max_position=256))
+        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=1024, page_size=64, max_num_seqs=2), max_position=65_536))
         engine.start()
         await engine.wait_ready()
         try:
-            async with http_server(engine) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with http_server(engine) as port, http_client(port) as client:
                 connections = [
-                    await Raw.post(port, "/v1/completions", {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": index % 2 == 0})
+                    await Raw.post(port, "/v1/completions", {"prompt": "hi", "max_tokens": LONG, "ignore_eos": True, "stream": index % 2 == 0})
                     for index in range(5)
                 ]
                 await until(lambda: engine.stats().num_requests == 5)

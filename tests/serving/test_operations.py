@@ -18,7 +18,6 @@ from collections.abc import Iterator
 
 import grpc
 import grpc.aio
-import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -26,7 +25,6 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from jaxserve.cli.scrape import parse_page
 from jaxserve.config import Config, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.schedule import Schedule
 from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.request import Request, RequestOptions, RequestOutput, RequestTimes, SamplingParams, Usage
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
@@ -35,9 +33,10 @@ from jaxserve.serving.launch import serve
 from jaxserve.serving.observers import Observers
 from jaxserve.serving.request_log import RequestLog
 from tests.engine.tiny import tiny_engine
-from tests.engine_host.fakes import FakeRunner, FakeStep, SlowRunner, fake_engine
+from tests.engine_host.fakes import SlowRunner, fake_engine
 from tests.serving.fake_engine import FakeAsyncEngine
-from tests.serving.servers import app_client, ask, grpc_server, server_config, until
+from tests.serving.servers import app_client, ask, grpc_server, http_client, server_config
+from tests.waiting import LIMIT_S, until
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -96,9 +95,9 @@ def test_a_served_request_is_measured_logged_and_traced(caplog: pytest.LogCaptur
             config = server_config(port=port, grpc_port=None, otlp_endpoint=collector.url, admin_keys=("root",))
         engine = AsyncEngine(tiny_engine)
         served = asyncio.create_task(serve(config, engine))
-        await until(lambda: engine.state == "ready", timeout_s=60)
+        await until(lambda: engine.state == "ready")
         url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with http_client(port) as client:
             body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
             answer = await client.post("/v1/completions", json=body, headers={"traceparent": f"00-{TRACE_ID}-{CALLER}-01"})
             assert answer.status_code == 200, answer.text
@@ -109,7 +108,7 @@ def test_a_served_request_is_measured_logged_and_traced(caplog: pytest.LogCaptur
             state = (await client.get("/debug/scheduler", headers={"Authorization": "Bearer root"})).json()
             assert state["running"] == state["waiting"] == [] and state["ranks"][0]["num_used_pages"] == 0
         command = [sys.executable, "-m", "jaxserve", "top", "--once", "--url", url]
-        shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True)
+        shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
         assert "model, jaxserve" in shown.stdout and "1 requests ended" in shown.stdout and not shown.stderr
         os.kill(os.getpid(), signal.SIGTERM)
         await served
@@ -179,7 +178,7 @@ def test_those_who_left_are_reported_too() -> None:
     """Once each, whoever ended them: the client, the engine, or its door."""
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=64, page_size=4, max_num_seqs=2), max_position=256))
+        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=1024, page_size=64, max_num_seqs=2), max_position=65_536))
         reported: list[tuple[str, str | None]] = []
         engine.on_end(lambda request, last: reported.append((request.request_id, last.finish_reason)))
         engine.start()
@@ -187,7 +186,7 @@ def test_those_who_left_are_reported_too() -> None:
         try:
             async for _ in engine.generate(engine.make_request([1], SamplingParams(max_tokens=2, ignore_eos=True), "finished")):
                 pass
-            leaving = engine.generate(engine.make_request([1], SamplingParams(max_tokens=200, ignore_eos=True), "left"))
+            leaving = engine.generate(engine.make_request([1], SamplingParams(max_tokens=60_000, ignore_eos=True), "left"))
             await anext(leaving)
             await leaving.aclose()
             await until(lambda: len(reported) == 2)
@@ -242,14 +241,8 @@ def test_the_scheduler_s_state_takes_an_admin_key(server: ServerConfig, key: str
 
 def test_the_scheduler_s_state_shows_who_runs_and_who_waits() -> None:
     async def run() -> None:
-        gate = threading.Event()
-
-        class GatedRunner(FakeRunner):
-            def dispatch(self, schedule: Schedule) -> FakeStep:
-                gate.wait(0.01)  # slow as long as it is shut
-                return super().dispatch(schedule)
-
-        engine = AsyncEngine(lambda: fake_engine(GatedRunner(num_pages=64, page_size=4, max_num_seqs=2), max_position=256))
+        runner = SlowRunner(step_s=0.1, num_pages=64, page_size=4, max_num_seqs=2)
+        engine = AsyncEngine(lambda: fake_engine(runner, max_position=256))
         engine.start()
         await engine.wait_ready()
         try:
@@ -267,7 +260,7 @@ def test_the_scheduler_s_state_shows_who_runs_and_who_waits() -> None:
                 (rank,) = state["ranks"]
                 assert rank["num_used_pages"] + rank["num_idle_pages"] + rank["num_free_pages"] == rank["num_pages"] == 64
                 assert json.dumps(state)
-                gate.set()
+                runner.step_s = 0.0
                 assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200] * 4
         finally:
             engine.close()
