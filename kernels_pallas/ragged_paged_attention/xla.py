@@ -31,7 +31,8 @@ KEY_BLOCK = 256
 DECODE_GROUP = 16
 """Decoding sequences of one batched product; a group loops to its own longest context."""
 QUERY_BLOCKS = (128, 32)
-"""Query rows of one prefill product. A chunk takes blocks of the first size and its remainder the cheaper of both."""
+"""Query rows of one prefill product, at most and at least: a whole step's if it has fewer than the first. A chunk takes blocks of the larger size and its
+remainder the cheaper of both."""
 
 
 class QueryBlocks(NamedTuple):
@@ -129,7 +130,10 @@ def _scale_heads(x_TNH: Array, scale_K: Array) -> Array:
 
 
 def _query_block_sizes(num_tokens: int) -> tuple[int, ...]:
-    return tuple(size for size in QUERY_BLOCKS if size <= num_tokens) or (round_up(num_tokens, 2),)
+    largest, smallest = QUERY_BLOCKS
+    if num_tokens <= smallest:
+        return (round_up(num_tokens, 2),)
+    return min(largest, round_up(num_tokens, smallest)), smallest
 
 
 def _write(
@@ -213,7 +217,10 @@ class _Reader:
         return lax.fori_loop(0, -(-self.batch.counts_2[0] // g), group, out)
 
     def prefill(self, q_padded: Array, out: Array, blocks: QueryBlocks, size: int) -> Array:
-        """Chunks of two or more tokens, ``size`` queries of one sequence at a time. Rows past a chunk's end belong to others and keep what they hold."""
+        """Chunks of two or more tokens, ``size`` queries of one sequence at a time. Rows past a chunk's end belong to others and keep what they hold.
+
+        Keys and values are cut into heads and stacked: XLA's CPU transpose to the same array made both products 1.6 times slower.
+        """
         K, G, H = self.K, self.G, self.H
         sinks = None if self.sinks_N is None else jnp.repeat(self.sinks_N.reshape(K, G), size, axis=1)
 
@@ -227,7 +234,7 @@ class _Reader:
             table = lax.dynamic_slice_in_dim(self.table, row, 1)
 
             def scores_and_values(j: Array) -> tuple[Array, Array]:
-                k, v = (self._gather(array, table, j).reshape(self.block, K, H).transpose(1, 0, 2) for array in self.arrays)
+                k, v = (jnp.stack(jnp.split(self._gather(array, table, j).reshape(self.block, K * H), K, axis=1)) for array in self.arrays)
                 position = j * self.block + jnp.arange(self.block)
                 visible = (position <= query_position[:, None]) & (position > (query_position - self.window)[:, None])
                 return self._logits(jnp.einsum("kqh,ksh->kqs", q, k, preferred_element_type=jnp.float32), jnp.tile(visible, (G, 1))[None]), v
