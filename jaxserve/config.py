@@ -125,6 +125,8 @@ class SchedulerConfig:
     Args:
         max_num_seqs: Most sequences in one step; also the number of sequence slots.
         max_tokens_per_step: Token budget of one step; a longer prompt is prefilled in chunks.
+        chunk_by: How a chunk counts against the budget while others decode: ``tokens`` counts its tokens, ``work`` counts what they cost, so that chunks
+            become shorter as their context grows and steps take equally long.
         policy: ``continuous`` lets waiting sequences join at any time. ``static`` and ``dynamic`` run batches to their end, to compare with: a static batch
             is what waits when nothing runs, a dynamic one waits for ``preferred_batch_size`` sequences, for ``max_batch_delay_s`` at most.
         preferred_batch_size: Of a dynamic batch; ``None`` is ``max_num_seqs``.
@@ -144,6 +146,7 @@ class SchedulerConfig:
 
     max_num_seqs: Annotated[int, Between(1, 4096)] = 32
     max_tokens_per_step: Annotated[int, Between(1, 2**20)] = 512
+    chunk_by: Literal["work", "tokens"] = "work"
     policy: Literal["continuous", "static", "dynamic"] = "continuous"
     preferred_batch_size: Annotated[int, Between(1, 2**20)] | None = None
     max_batch_delay_s: Annotated[float, Between(0, 3600)] = 0.05

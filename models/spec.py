@@ -98,3 +98,9 @@ class ModelSpec:
     def group_size(self) -> int:
         """G, query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def layer_matrix_size(self) -> int:
+        """Weights of one layer that every token is multiplied with."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.width
+        return attention + 3 * self.width * self.mlp_width

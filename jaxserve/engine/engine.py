@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import Config
 from jaxserve.engine.admission import Admission, Load
+from jaxserve.engine.chunking import make_chunking
 from jaxserve.engine.door import Door
 from jaxserve.engine.expiry import Expiry
 from jaxserve.engine.inspection import SchedulerView, inspect_scheduler
@@ -149,6 +150,7 @@ class Engine:
             config.scheduler,
             num_ranks=runner.num_ranks,
             make_cache=choose_prefix_cache(config.cache.prefix),
+            chunking=make_chunking(config.scheduler, self.spec, runner.token_buckets),
             can_copy_pages=runner.can_copy_pages,
             num_host_pages=runner.num_host_pages,
             costs=runner.costs,

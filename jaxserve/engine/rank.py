@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
+from jaxserve.engine.chunking import Chunking
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.preemption import Preemption
 from jaxserve.engine.prefix_cache.choice import MakePrefixCache
@@ -13,6 +15,8 @@ from jaxserve.engine.prefix_cache.interface import Match
 from jaxserve.engine.schedule import NO_MOVES, PageMoves, RankSchedule, ScheduledSequence
 from jaxserve.engine.sequence import Sequence, SequenceStatus, by_order
 from jaxserve.engine.swap_space import SwapSpace
+
+_WHOLE_STEPS = Chunking()
 
 _HEADROOM_DIVISOR = 100
 """A sequence is admitted beside others only if 1/100 of the pool stays free, or the next decodes would preempt it at once."""
@@ -24,7 +28,9 @@ class RankPlan:
 
     Args:
         max_tokens: Token budget of the step.
-        budget: What is left of it for prefill chunks; decodes have theirs.
+        budget: What is left of it for prefill chunks, in tokens at the beginning of a sequence; decodes have theirs.
+        num_tokens: Tokens of the step so far; decodes count from the start.
+        chunking: How long its chunks are.
         num_reserved: Pages that running prefills will still need for the tokens they have.
         num_behind: Tokens of running prefills that the step has no place for.
         is_short: Pages ran out: nothing is admitted in this step.
@@ -34,6 +40,8 @@ class RankPlan:
 
     max_tokens: int
     budget: int
+    num_tokens: int
+    chunking: Chunking
     num_reserved: int = 0
     num_behind: int = 0
     is_short: bool = False
@@ -47,7 +55,15 @@ class RankPlan:
         """Tokens that run before those of a sequence admitted now."""
         return self.max_tokens - self.budget + self.num_behind
 
+    def fit(self, context: int, num_pending: int) -> int:
+        """Tokens of a chunk that the step has a place for, at most ``num_pending``; takes them from the budget."""
+        num_tokens, cost = self.chunking.fit(num_pending, self.budget, context=context, num_beside=self.num_tokens)
+        self.budget -= cost
+        return num_tokens
+
     def add(self, scheduled: ScheduledSequence) -> None:
+        """A chunk."""
+        self.num_tokens += scheduled.num_tokens
         (self.decodes if scheduled.num_tokens == 1 else self.chunks).append(scheduled)
 
 
@@ -79,6 +95,7 @@ class Rank:
         max_num_seqs: Sequence slots.
         max_tokens: Token budget of a step.
         make_cache: Makes the prefix cache of its pool.
+        chunking: How long chunks are while others decode.
         can_copy_pages: Whether ``PageMoves.copies`` are carried out.
         num_host_pages: Pages of host memory.
         preemption: Whether preempted sequences go there.
@@ -101,6 +118,7 @@ class Rank:
         max_num_seqs: int,
         max_tokens: int,
         make_cache: MakePrefixCache,
+        chunking: Chunking,
         can_copy_pages: bool,
         num_host_pages: int,
         preemption: Preemption,
@@ -113,6 +131,7 @@ class Rank:
         self.swap_space = SwapSpace(num_host_pages, page_size)
         self.num_page_copies = 0
         self._preemption = preemption
+        self._chunking = chunking
         self._can_copy_pages = can_copy_pages
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens
@@ -120,15 +139,24 @@ class Rank:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._now_s = 0.0
 
-    def plan(self, now_s: float) -> RankPlan:
+    def num_pending(self) -> list[int]:
+        """Tokens that each running sequence has and that are not computed yet: 1 for one that decodes."""
+        return [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running]
+
+    def plan(self, num_pending: SequenceOf[int], now_s: float, *, beside_decodes: bool) -> RankPlan:
         """Decides what the running sequences do in the next step, and takes the pages for it: decodes first, then prefill chunks in order, then those that
         come back from host memory.
+
+        Args:
+            num_pending: As ``num_pending`` has just returned it.
+            now_s: The time.
+            beside_decodes: Whether any rank has sequences that decode.
         """
         pool, page_size = self.pool, self.pool.page_size
         running = list(self.running)  # preemption takes from the other one, always behind the sequence in hand and so never one that is scheduled
-        num_pending = [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in running]
         self._now_s = now_s
-        plan = RankPlan(self._max_tokens, self._max_tokens - num_pending.count(1))
+        num_decodes = num_pending.count(1)
+        plan = RankPlan(self._max_tokens, self._max_tokens - num_decodes, num_decodes, self._chunking if beside_decodes else _WHOLE_STEPS)
         decodes = plan.decodes
         for sequence, pending in zip(running, num_pending, strict=True):
             if plan.is_short and sequence.status is not SequenceStatus.RUNNING:
@@ -140,11 +168,10 @@ class Rank:
                 sequence.num_computed_tokens = start + 1
                 decodes.append(ScheduledSequence(sequence, start, 1, True))
             elif pending > 1:
-                num_tokens = self._fit_chunk(sequence, min(pending, plan.budget), plan)
+                num_tokens = self._take_pages(sequence, plan.fit(start, pending), plan)
                 plan.num_reserved += pool.pages_for(start + pending) - len(sequence.page_ids)
                 plan.num_behind += pending - num_tokens
                 if num_tokens > 0:
-                    plan.budget -= num_tokens
                     plan.add(_take(sequence, num_tokens))
         self._swap_in(plan)
         return plan
@@ -280,15 +307,14 @@ class Rank:
         sequence.slot = self._free_slots.pop()
         bisect.insort(self.running, sequence, key=by_order)
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
-        num_tokens = min(end - start, plan.budget)
+        num_tokens = plan.fit(start, end - start)
         has_room = self._grow(sequence, self.pool.pages_for(start + num_tokens) - len(sequence.page_ids), plan)
         assert has_room
-        plan.budget -= num_tokens
         plan.num_reserved += self.pool.pages_for(end) - len(sequence.page_ids)
         plan.num_behind += end - start - num_tokens
         plan.add(_take(sequence, num_tokens))
 
-    def _fit_chunk(self, sequence: Sequence, num_tokens: int, plan: RankPlan) -> int:
+    def _take_pages(self, sequence: Sequence, num_tokens: int, plan: RankPlan) -> int:
         """Takes pages for a chunk of up to ``num_tokens`` tokens. Returns the tokens that found room; 0 for none."""
         if num_tokens <= 0:
             return 0

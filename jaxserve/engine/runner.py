@@ -82,6 +82,7 @@ class DeviceRunner:
         self.page_size = pool_plan.shape.page_size
         self.max_num_seqs = max_num_seqs
         self.num_host_pages = num_host_pages
+        self.token_buckets = buckets.mixed_tokens
         self.can_copy_pages = True
         self.page_bytes = pool_plan.page_bytes
         self.costs: RunnerCosts | None = None

@@ -131,6 +131,8 @@ class Runner(Protocol):
     """Sequence slots of one rank."""
     num_host_pages: int
     """Pages of host memory that one rank's pages can be swapped to; 0 if it cannot swap."""
+    token_buckets: tuple[int, ...]
+    """Token counts that mixed steps are compiled for, in order; a rank's part of a step costs what its bucket costs."""
     can_copy_pages: bool
     """Whether it carries out ``PageMoves.copies``; without it a page that is shared in part is recomputed."""
     page_bytes: int

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.batching import make_batching
+from jaxserve.engine.chunking import Chunking
 from jaxserve.engine.preemption import Preemption
 from jaxserve.engine.prefix_cache.choice import MakePrefixCache
 from jaxserve.engine.prefix_cache.interface import NoPrefixCache
@@ -73,6 +74,7 @@ class Scheduler:
         config: Limits of each rank: ``max_num_seqs`` bounds its running sequences, ``max_tokens_per_step`` the tokens of a step.
         num_ranks: Data ranks.
         make_cache: Makes a rank's prefix cache.
+        chunking: How long chunks are while others decode; without one they fill the step.
         can_copy_pages: Whether the runner copies pages.
         num_host_pages: Host pages of each rank, for preempted sequences.
         costs: What the runner measured.
@@ -101,6 +103,7 @@ class Scheduler:
         *,
         num_ranks: int = 1,
         make_cache: MakePrefixCache = lambda _: NoPrefixCache(),
+        chunking: Chunking = Chunking(),
         can_copy_pages: bool = True,
         num_host_pages: int = 0,
         costs: RunnerCosts | None = None,
@@ -117,6 +120,7 @@ class Scheduler:
                 max_num_seqs=config.max_num_seqs,
                 max_tokens=config.max_tokens_per_step,
                 make_cache=make_cache,
+                chunking=chunking,
                 can_copy_pages=can_copy_pages,
                 num_host_pages=num_host_pages,
                 preemption=Preemption(config.preemption, costs),
@@ -246,7 +250,9 @@ class Scheduler:
             The step; without sequences only if there is nothing to run.
         """
         self._preempted = []
-        plans = [rank.plan(now_s) for rank in self.ranks]
+        num_pending = [rank.num_pending() for rank in self.ranks]
+        beside_decodes = any(1 in each for each in num_pending)
+        plans = [rank.plan(each, now_s, beside_decodes=beside_decodes) for rank, each in zip(self.ranks, num_pending, strict=True)]
         self._admit(plans, now_s)
         runs = any(plan.decodes or plan.chunks for plan in plans)
         return Schedule(tuple(rank.finish_plan(plan, runs=runs) for rank, plan in zip(self.ranks, plans, strict=True)), tuple(self._preempted))

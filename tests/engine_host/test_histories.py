@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.engine.chunking import Chunking, ContextCost
 from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
 from jaxserve.engine.schedule import RunnerCosts, Schedule
 from jaxserve.engine.scheduler import Scheduler
@@ -43,6 +44,7 @@ class Histories(RuleBasedStateMachine):
         preemption=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         num_host_pages=st.integers(10, 80),
         page_swap_s=st.sampled_from([0.0, 1e-3, 1.0]),
+        context_cost=st.sampled_from([0.0, 0.05, 1.0]),
     )
     def start(
         self,
@@ -58,6 +60,7 @@ class Histories(RuleBasedStateMachine):
         preemption: Literal["recompute", "swap", "auto"],
         num_host_pages: int,
         page_swap_s: float,
+        context_cost: float,
     ) -> None:
         self.num_pages = -(-LONGEST // page_size) + pages_over
         self.max_tokens = max_num_seqs + budget_over
@@ -74,6 +77,7 @@ class Histories(RuleBasedStateMachine):
             num_host_pages=num_host_pages,
             costs=RunnerCosts(token_s=1e-3, page_swap_s=page_swap_s),
             make_cache=choose_prefix_cache(prefix),  # pyright: ignore[reportArgumentType]
+            chunking=Chunking(ContextCost(((20.0, context_cost),)), self.runner.token_buckets),
             session_ttl_s=5.0,
         )
         self.in_flight: deque[tuple[Schedule, FakeStep]] = deque()
