@@ -108,6 +108,8 @@ class FakeServer:
     tokenizer: bool = True
     port: int = 0
     bodies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    streamed_s: list[list[float]] = dataclasses.field(default_factory=list)
+    """Of each stream: when it began and when each of its tokens was sent."""
 
     async def __aenter__(self) -> FakeServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -171,7 +173,10 @@ class FakeServer:
         prompt_tokens = 4 + sum(3 + len(message["content"].split()) for message in given["messages"]) if chat else _count(given["prompt"])
         count = given.get("max_tokens", 16)
         stream = given.get("stream", False)
+        now_s = asyncio.get_running_loop().time
+        times_s = [now_s()]
         if stream:
+            self.streamed_s.append(times_s)
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         async with contextlib.aclosing(self.model.tokens(count)) as tokens:
             async for index in tokens:
@@ -181,6 +186,7 @@ class FakeServer:
                     finish = "length" if index == count - 1 else None
                     content = {"delta": {"content": " word"}} if chat else {"text": " word"}
                     _event(writer, {"id": "x", "object": "chunk", "model": self.name, "choices": [{"index": 0, **content, "finish_reason": finish}]})
+                    times_s.append(now_s())
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
         if not stream:
             return self._whole(writer, 200, {"choices": [{"text": " word" * count, "finish_reason": "length"}], "usage": usage})

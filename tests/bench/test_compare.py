@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ from jaxserve.bench.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 from tests.bench.fake_server import FakeModel, FakeServer
 from tests.bench.test_cli import Background, Command, command  # noqa: F401 - a fixture
+from tests.waiting import LIMIT_S, wait_until
 
 PYTHON = sys.executable
 FAKE = f"{PYTHON} -m tests.bench.fake_server --forever --port {{port}} --ttft"
@@ -44,11 +47,9 @@ def test_servers() -> None:
 
 
 def test_a_group_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    script = f"import subprocess; print(subprocess.Popen(['{PYTHON}', '-c', 'import time; time.sleep(60)']).pid, flush=True); import time; time.sleep(60)"
+    script = f"import subprocess; print(subprocess.Popen(['{PYTHON}', '-c', 'import time; time.sleep(600)']).pid, flush=True); import time; time.sleep(600)"
     with running("x", f'{PYTHON} -c "{script}"', tmp_path / "log") as process:
-        deadline = time.monotonic() + 10
-        while not (tmp_path / "log").read_text().strip() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: (tmp_path / "log").read_text().endswith("\n"))
         child = int((tmp_path / "log").read_text())
         assert (resident_mib([process.pid]) or 0) > 5
     assert process.returncode is not None
@@ -82,7 +83,10 @@ def test_two_servers_in_turn(command: Command, tmp_path: Path) -> None:  # noqa:
     # The same prompts for both in a round, others in the next: no server finds the next round in its cache.
     seeds = {(run["round"], run["workload"]["seed"]) for run in found["runs"]}
     assert len(seeds) == 2
-    assert found["levels"][0]["slow"]["median_ttft_ms"]["median_ratio"] == pytest.approx(3, rel=0.35)
+    first_s = {(run["round"], run["server_name"]): run["median_ttft_ms"] for run in found["runs"] if run["level"] == 0}
+    assert min(first_s[round_, "fast"] for round_ in (0, 1)) >= 19 and min(first_s[round_, "slow"] for round_ in (0, 1)) >= 59  # no sleep is too short
+    ratio = statistics.median(first_s[round_, "slow"] / first_s[round_, "fast"] for round_ in (0, 1))
+    assert found["levels"][0]["slow"]["median_ttft_ms"]["median_ratio"] == pytest.approx(ratio)
     assert found["servers"][0]["ready_s"] > 0
     assert files[1].read_text().count("<svg") == 1
 
@@ -132,25 +136,25 @@ def test_a_server_that_dies_ends_a_comparison_with_what_there_was(command: Comma
 def test_ctrl_c_ends_a_comparison_at_once(one_at_a_time: bool, tmp_path: Path) -> None:
     """No other server is started, nothing is waited for, and the turns until then are there."""
 
+    class Stopping(FakeServer):
+        """Ctrl-C comes with its first request."""
+
+        async def _generate(self, given: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
+            stop.set()
+            await super()._generate(given, chat, writer)
+
+    stop = asyncio.Event()
+
     async def main() -> Comparison:
-        stop = asyncio.Event()
-        async with FakeServer(FakeModel(0.003, 0.001)) as first, FakeServer(FakeModel(0.003, 0.001)) as second:
+        async with FakeServer(FakeModel(0.003, 0.001)) as first, Stopping(FakeModel(0.003, 0.001)) as second:
             contenders = (Contender("a", first.url), Contender("b", second.url))
             options = RunOptions(num_warmup=0)
             work = Workload(arrival="closed", concurrency=1, num_requests=2, output_len="2")
-
-            async def watch() -> None:
-                while not second.bodies:
-                    await asyncio.sleep(0.005)
-                stop.set()
-
-            watching = asyncio.ensure_future(watch())
             server = ServerOptions(url="")
-            found = await asyncio.wait_for(
-                compare(contenders, [work], options, server=server, rounds=50, log_folder=tmp_path, settle_s=0, one_at_a_time=one_at_a_time, stop=stop), 60
+            return await asyncio.wait_for(
+                compare(contenders, [work], options, server=server, rounds=50, log_folder=tmp_path, settle_s=0, one_at_a_time=one_at_a_time, stop=stop),
+                LIMIT_S,
             )
-            await watching
-            return found
 
     found = asyncio.run(main())
     assert found.interrupted == "stopped"
@@ -167,11 +171,11 @@ def test_waiting_for_quiet_ends_with_ctrl_c(tmp_path: Path) -> None:
             await runner._wait_for_quiet(Contender("a", "u"))
         return time.monotonic() - started_s
 
-    assert asyncio.run(main()) < 2
+    assert asyncio.run(main()) < 50
 
 
 def test_what_idle_contenders_use_is_not_ours() -> None:
-    burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ntime.sleep(60)"
+    burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ntime.sleep(600)"
     with subprocess.Popen([PYTHON, "-c", burn], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

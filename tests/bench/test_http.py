@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-import os
+import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,10 +16,9 @@ import pytest
 from jaxserve.bench import server_metrics
 from jaxserve.bench.http_client import HttpClient
 from jaxserve.bench.load import Run, run_load
-from jaxserve.bench.metrics import Spread, measure
+from jaxserve.bench.metrics import measure
 from jaxserve.bench.openai_target import OpenAITarget
 from jaxserve.bench.plan import plan
-from jaxserve.bench.processes import cpu_use, read_cpu
 from jaxserve.bench.prompts import IdPrompts, WordPrompts
 from jaxserve.bench.report import warnings_of
 from jaxserve.bench.server_metrics import compare_samples, parse_samples, read_samples
@@ -28,6 +28,7 @@ from jaxserve.bench.target import RequestFailedError, Stream
 from jaxserve.bench.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 from tests.bench.fake_server import FakeModel, FakeServer
+from tests.waiting import LIMIT_S, longer_and_longer
 
 QUICK = FakeModel(0.002, 0.001)
 ONE = Workload(arrival="closed", concurrency=1, num_requests=1, output_len="3", input_len="40")
@@ -116,17 +117,21 @@ def test_connections_are_used_again_and_replaced_when_the_server_closed_them() -
 
 def test_cancelling_closes_the_connection() -> None:
     async def main() -> None:
-        gone = asyncio.Event()
+        asked, gone = asyncio.Event(), asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
+            asked.set()
             await reader.read()
             gone.set()
 
         async with raw_server(serve) as url:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(HttpClient(url).request("GET", "/"), 0.05)
-            await asyncio.wait_for(gone.wait(), 2)
+            request = asyncio.create_task(HttpClient(url).request("GET", "/"))
+            await asked.wait()
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            await asyncio.wait_for(gone.wait(), LIMIT_S)
 
     asyncio.run(main())
 
@@ -240,16 +245,24 @@ def test_a_tokenizer_counts_answers_too() -> None:
     assert any("is it the served model's?" in warning for warning in warnings_of(wrong))
 
 
-def test_figures_of_the_server_are_read() -> None:
+def test_figures_of_the_server_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "READ_TIMEOUT_S", LIMIT_S)
     work = Workload(arrival="closed", concurrency=4, num_requests=8, output_len="5")
-    server = FakeServer(FakeModel(0.02, 0.001, slots=1))
-    result = asyncio.run(bench(server, work))
-    assert result.server.queue_time_ms == pytest.approx(60, rel=0.4)
+    model = FakeModel(0.02, 0.001, slots=1)
+
+    async def main() -> tuple[Result, float]:
+        server = FakeServer(model)
+        async with server, open_session(ServerOptions(url=server.url), work) as session:
+            before_s = model.queue_time_s
+            return await session.run(work, RunOptions(num_warmup=0)), (model.queue_time_s - before_s) / 8
+
+    result, queue_time_s = asyncio.run(main())
+    assert result.server.queue_time_ms == pytest.approx(1e3 * queue_time_s) and queue_time_s > 0
     assert asyncio.run(bench(fake(metrics=False))).server.queue_time_ms is None
 
 
 def test_a_server_that_dies_in_mid_run_leaves_a_report() -> None:
-    work = Workload(arrival="steady", rate=100, num_requests=100, output_len="3")
+    work = Workload(arrival="closed", concurrency=5, num_requests=100, output_len="3")
     server = fake()
 
     async def main() -> Result:
@@ -276,19 +289,28 @@ def test_servers_that_cannot_be_measured(server: dict[str, Any], options: dict[s
 
 
 def test_live_medians_are_within_3_ms() -> None:
-    """At 4 requests/s against known delays. A busy machine delays both ends, so the best of three counts: a wrong client would be wrong in each."""
+    """At 4 requests/s, of what the server did: a busy machine delays its tokens, too, but never lets them come early.
+
+    What it delays between server and client is neither's fault, so the best of some tries counts: a wrong client would be wrong in each.
+    """
     work = Workload(arrival="steady", rate=4, num_requests=10, output_len="8")
-    expected = {"ttft": 80, "tpot": 20, "itl": 20, "e2el": 220}
-    latencies: Mapping[str, Spread] = {}
-    before = read_cpu([os.getpid()])
-    for _ in range(3):
-        latencies = asyncio.run(bench(FakeServer(FakeModel(0.08, 0.02)), work)).metrics.latencies
-        if all(abs(latencies[name].median - value) <= 3 for name, value in expected.items()):
+    least = {"ttft": 80, "tpot": 20, "itl": 20, "e2el": 220}
+    tries: list[dict[str, tuple[float, float]]] = []
+    for _ in range(8):
+        server = FakeServer(FakeModel(0.08, 0.02))
+        latencies = asyncio.run(bench(server, work)).metrics.latencies
+        streams = server.streamed_s[-10:]
+        sent = {
+            "ttft": [first - start for start, first, *_ in streams],
+            "tpot": [(last - first) / 7 for _, first, *_, last in streams],
+            "itl": [after - before for _, *tokens in streams for before, after in itertools.pairwise(tokens)],
+            "e2el": [last - start for start, *_, last in streams],
+        }
+        tries.append({name: (latencies[name].median, 1e3 * statistics.median(values)) for name, values in sent.items()})
+        assert all(latencies[name].median >= value - 1 for name, value in least.items()), tries
+        if all(abs(seen - given) <= 3 for seen, given in tries[-1].values()):
             return
-    after = read_cpu([os.getpid()])
-    if before and after and (others := cpu_use(before, after).others) > 0.5 * (os.cpu_count() or 1):
-        pytest.skip(f"other processes used {others:.1f} cores: delays cannot be kept")
-    raise AssertionError({name: latencies[name].median for name in expected})
+    raise AssertionError(tries)
 
 
 def test_a_stream_costs_little() -> None:
@@ -312,11 +334,14 @@ def test_a_stream_costs_little() -> None:
             await client.close()
             return time.process_time() - started_s, measure(run).output_tokens
 
-        costs = [cpu_s / tokens for cpu_s, tokens in (asyncio.run(main()) for _ in range(3))]
-        assert min(costs) < 100e-6, "what a busy machine or the first run adds is not the client's cost"
+        costs: list[float] = []
+        while len(costs) < 10 and min(costs, default=1.0) >= 100e-6:  # what a busy machine or the first run adds is not the client's cost
+            cpu_s, tokens = asyncio.run(main())
+            costs.append(cpu_s / tokens)
+        assert min(costs) < 100e-6, costs
     finally:
         process.stdin.close()  # type: ignore[union-attr]
-        process.wait(10)
+        process.wait(LIMIT_S)
         process.stdout.close()  # type: ignore[union-attr]
 
 
@@ -331,7 +356,7 @@ def test_a_server_that_never_answers_is_not_waited_for() -> None:
             pass
 
     with pytest.raises(BenchmarkError, match=r"cannot be reached: no complete answer within 0.1 s"):
-        asyncio.run(asyncio.wait_for(main(), 10))
+        asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 @pytest.mark.parametrize("silent", ["/v1/completions", "/tokenize"])
@@ -341,11 +366,15 @@ def test_a_server_that_answers_some_things_is_not_waited_for(silent: str) -> Non
             await (silence(reader, writer) if path == silent else super()._answer(method, path, body, reader, writer))
 
     server = Partly(FakeModel(QUICK.ttft_s, QUICK.tpot_s), token_ids=False)
-    if silent == "/tokenize":  # there are other ways to count
-        assert asyncio.run(asyncio.wait_for(bench(server, timeout_s=0.5), 10)).info.exact_prompts
+    if silent == "/v1/completions":
+        with pytest.raises(BenchmarkError, match=r"no complete answer within 0.1 s"):
+            asyncio.run(asyncio.wait_for(bench(server, timeout_s=0.1), LIMIT_S))
         return
-    with pytest.raises(BenchmarkError, match=r"no complete answer within 0.1 s"):
-        asyncio.run(asyncio.wait_for(bench(server, timeout_s=0.1), 10))
+    for timeout_s in longer_and_longer(0.5):
+        with contextlib.suppress(BenchmarkError):  # this machine stood still for so long
+            assert asyncio.run(asyncio.wait_for(bench(server, timeout_s=timeout_s), LIMIT_S)).info.exact_prompts  # there are other ways to count
+            return
+    pytest.fail("waited for /tokenize")
 
 
 def test_metrics_that_never_come_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +384,7 @@ def test_metrics_that_never_come_are_done_without(monkeypatch: pytest.MonkeyPatc
         async with raw_server(silence) as url:
             assert await read_samples(HttpClient(url)) is None
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 @pytest.mark.parametrize(

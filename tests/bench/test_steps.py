@@ -90,9 +90,11 @@ def bench(engine: Engine) -> StepBench:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_phases_account_for_the_step(bench: StepBench, shape: StepShape) -> None:
-    measured = [bench.measure(shape) for _ in range(3)]  # the best of three: this machine may be busy
-    assert max(times.accounted for times in measured) >= ENOUGH_ACCOUNTED
-    times = measured[0]
+    measured = [bench.measure(shape)]
+    while measured[-1].accounted < ENOUGH_ACCOUNTED and len(measured) < 12:  # this machine may be busy
+        measured.append(bench.measure(shape))
+    times = measured[-1]
+    assert times.accounted >= ENOUGH_ACCOUNTED, [times.accounted for times in measured]
     assert len(times.steps) == 15
     assert all(step.keys() == PHASES.keys() and min(step.values()) > 0 for step in times.steps)
     assert times.context == pytest.approx(40 if shape.decodes else 0, abs=2)
