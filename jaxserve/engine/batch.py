@@ -147,7 +147,8 @@ class _RankRows:
         packed[2 : 2 + len(tokens)] = tokens
         rows = packed[2 + bucket.num_tokens :].reshape(bucket.num_rows, -1)
         live = rows[: len(scheduled)]
-        live[:] = self._rows[slots]
+        width = len(ROW_FIELDS) + max((self._num_pages[slot] for slot in slots), default=0)  # copying whole tables of 131,072 tokens took ten times the rest
+        live[:, :width] = self._rows[:, :width][slots]
         live[:, 0], live[:, 1], live[:, 2] = lengths, contexts, slots
         rows[len(scheduled) :, 2] = len(self._owners)  # A slot out of range: nothing is kept of a padding row.
 
