@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
 from tests.loading.builders import random_tensors, tiny_config, write_folder
 from tests.tokenizer.vocabularies import byte_level
+from tests.waiting import wait_until
 
 LIMIT_S = 240.0
 """For anything that a start waits for: two processes compile at once, perhaps beside other tests."""
@@ -53,13 +52,6 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def until(condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {limit_s:g} s"
-        time.sleep(0.1)
-
-
 @dataclasses.dataclass
 class Host:
     process: subprocess.Popen[bytes]
@@ -84,7 +76,7 @@ class Host:
             assert text in self.log or self.process.poll() is None, f"ended without {text!r}:\n{self.log}"
             return text in self.log
 
-        until(is_there, repr(text))
+        wait_until(is_there, repr(text), LIMIT_S)
 
 
 class Cluster:

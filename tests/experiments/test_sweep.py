@@ -227,11 +227,11 @@ grid:
     process.wait()
     assert not psutil.wait_procs(cells, timeout=20)[1], "a cell goes on without its sweep"
     first = read_results(out)
-    assert len(first) == 1
+    assert 1 <= len(first) < 3
     done = subprocess.run(command(str(file), "--out", str(out)), env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stderr
     results = read_results(out)
-    assert results[0] == first[0]
+    assert results[: len(first)] == first
     assert [result.status for result in results] == ["done", "failed", "done"]
     assert "KV heads" in results[1].reason
     record = json.loads((out / "cells" / results[2].cell / "record.json").read_text())
