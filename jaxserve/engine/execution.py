@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,11 @@ _TOKEN_COUNTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
 _ROW_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 _FEW_TOKEN_COUNTS = (32, 128, 512, 2048, 8192)
 _FEW_ROW_COUNTS = (2, 8, 32, 128, 512)
+_COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    # XLA takes 16-bit weights in tiles of 8 rows and, on this chip, computes on tiles of 16: each step began with a copy of all weights.
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
+}
+"""By device kind."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,11 @@ class Execution:
     kv_dtype: Any
     token_buckets: tuple[int, ...]
     sequence_buckets: tuple[int, ...]
+
+
+def compiler_options(device_kind: str) -> dict[str, str]:
+    """What XLA is told beside the program of a step, by jax's name of the device."""
+    return dict(_COMPILER_OPTIONS.get(device_kind, {}))
 
 
 def choose_execution(config: Config, platform: str) -> Execution:

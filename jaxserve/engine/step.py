@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
 from jaxserve.engine.batch import FROM_CARRY, ROW_FIELDS, Bucket
+from jaxserve.engine.execution import compiler_options
 from jaxserve.engine.sampler import SamplingArrays, sample
 from jaxserve.engine.split_sampler import sample_split
 from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, KVPool, PoolShape, Problem, RaggedBatch, make_problem, ragged_paged_attention
@@ -189,4 +190,5 @@ def lower_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: B
     """
     packed = jax.ShapeDtypeStruct((layout.shape.data, bucket.packed_size), jnp.int32, sharding=layout.sharding(EACH_RANK))
     with layout.tracing():
-        return jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, carry, packed)
+        options = compiler_options(layout.mesh.devices.flat[0].device_kind)
+        return jax.jit(step, donate_argnums=(1, 2), compiler_options=options).lower(params, pool, carry, packed)

@@ -120,6 +120,9 @@ class _Walk:
             index = instruction.integer(r"index=(\d+)")
             whole = operands[0]
             return whole[index] if isinstance(whole, tuple) and index is not None and index < len(whole) else None
+        if opcode == "call-update":  # The call runs on another core, and here it gets its arguments.
+            called = computation.instructions[instruction.operands[0]].called("to_apply")
+            return self._visit(self._program.computations[called or ""], times, operands[1:], is_fused=False)
         if instruction.ends_asynchronous:
             return operands[0] if operands and isinstance(operands[0], str) else None
         if opcode == "while":
@@ -132,7 +135,7 @@ class _Walk:
             self.collectives.append(_collective(kind, computation, instruction, self._mesh, times))
             return None
         result: _Source = operands[0] if opcode in _PASSES and operands and isinstance(operands[0], str) else None
-        called = instruction.called("calls") or (instruction.called("to_apply") if opcode == "call" else None)
+        called = instruction.called("calls") or (instruction.called("to_apply") if self._is_call(computation, instruction) else None)
         if called is not None and called in self._program.computations:
             inner = self._program.computations[called]
             fuses = opcode.startswith("fusion")
@@ -143,6 +146,11 @@ class _Walk:
             written = self._program.written_shape(instruction)
             self.copied_bytes += times * shape_bytes(written) * is_in_main_memory(written)
         return result
+
+    def _is_call(self, computation: Computation, instruction: Instruction) -> bool:
+        if instruction.opcode == "call-start":
+            return not any(other.opcode == "call-update" and other.operands[0] == instruction.name for other in computation)
+        return instruction.opcode == "call"
 
     def _loop(self, computation: Computation, loop: Instruction, times: int, operands: Sequence[_Source]) -> _Source:
         turns = loop.integer(r'"known_trip_count":\{"n":"(\d+)"')

@@ -53,6 +53,17 @@ def test_v6e_by_its_compiler_two_data_ranks_do_not_fit():
 
 
 @pytest.mark.slow
+def test_tpu7x_reduces_on_its_sparse_cores_and_holds_weights_once():
+    (plan,) = plans("tpu7x:2x2x2", MeshShape(2, 8))
+    for step in plan.steps.values():
+        reduces = step.traffic.collectives[0]
+        assert (reduces.kind, reduces.axis, reduces.count) == ("all-reduce", "model", 161)
+        assert sum(item.bytes for item in step.traffic.collectives[1:]) < 1e6
+        assert step.temp_bytes < 0.02 * plan.weight_bytes
+        assert step.traffic.weight_copy_bytes < 0.1 * plan.weight_bytes, "the output projections' copies alone"
+
+
+@pytest.mark.slow
 def test_h200_takes_it_on_three_layouts():
     found = plans("h200:8")
     assert [plan.fits for plan in found] == [True, True, True, False]

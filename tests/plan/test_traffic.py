@@ -103,6 +103,41 @@ def test_a_known_trip_count_is_taken():
     assert summary(measure_traffic(named, MESH).collectives)["all-reduce", "model"][0] == 80
 
 
+def test_calls_to_another_core_count_once_whenever_they_get_their_arguments():
+    """As on tpu7x, whose sparse cores reduce and re-tile: an asynchronous call has its arguments at its start or at its update."""
+    program = """
+%reduce (x: bf16[32,64]) -> bf16[32,64] {
+  %x = bf16[32,64]{1,0} parameter(0)
+  ROOT %all-reduce.1 = bf16[32,64]{1,0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add
+}
+
+%tile (w: bf16[64,64]) -> bf16[64,64] {
+  %w = bf16[64,64]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %copy.1 = bf16[64,64]{1,0:T(16,128)(2,1)} copy(%w)
+}
+
+%format (v: bf16[64,64]) -> bf16[64,64] {
+  %v = bf16[64,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %inner-start = ((bf16[64,64]{1,0}), bf16[64,64]{1,0}, u32[]) call-start(%v), async_execution_thread="sparsecore", to_apply=%tile
+  ROOT %inner-done = bf16[64,64]{1,0} call-done(%inner-start)
+}
+
+ENTRY %main (p: bf16[64,64], q: bf16[32,64]) -> bf16[32,64] {
+  %p = bf16[64,64]{1,0} parameter(0), metadata={op_name="params['head']"}
+  %q = bf16[32,64]{1,0} parameter(1), metadata={op_name="x"}
+  %reduce-start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%reduce
+  %format-start = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%format
+  %reduce-update = ((bf16[32,64]{1,0}), bf16[32,64]{1,0}) call-update(%reduce-start, %q)
+  %format-update = ((bf16[64,64]{1,0}), bf16[64,64]{1,0}) call-update(%format-start, %p)
+  %format-done = bf16[64,64]{1,0} call-done(%format-update)
+  ROOT %reduce-done = bf16[32,64]{1,0} call-done(%reduce-update)
+}
+"""
+    traffic = measure_traffic(program, MESH)
+    assert summary(traffic.collectives) == {("all-reduce", "model"): (1, 32 * 64 * 2)}
+    assert traffic.weight_copy_bytes == 64 * 64 * 2
+
+
 @pytest.mark.parametrize(
     ("groups", "axis"),
     [
