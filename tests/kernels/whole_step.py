@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,11 @@ def main(target: str) -> None:
                 packed = jax.ShapeDtypeStruct((1, bucket.packed_size), jnp.int32)
                 carry = Carry(jax.ShapeDtypeStruct((64,), jnp.int32))
                 arguments = place((model.abstract_params(), attention.init_pool(shape), carry, packed), sharding)
+                begin_s = time.process_time()
                 report = compile_report(step, arguments, arguments[1], donate=(1, 2))
-            result = {"model": name, "kind": kind, "attention": attention.name} | dataclasses.asdict(report) | {"in_place": report.in_place}
+                cpu_s = time.process_time() - begin_s
+            result = {"model": name, "kind": kind, "attention": attention.name, "cpu_seconds": round(cpu_s, 2)} | dataclasses.asdict(report)
+            result["in_place"] = report.in_place
             print(json.dumps(result), flush=True)
 
 
