@@ -76,8 +76,8 @@ def test_one_run_with_every_report(command: Command, tmp_path: Path) -> None:
     files = tmp_path / "run.json", tmp_path / "run.html"
     with Background() as server:
         reports = ("--json", str(files[0]), "--html", str(files[1]), "--save-requests", "--goodput", "ttft:100000,tpot:50000", "--price-per-hour", "3.6")
-        status, out, _ = command("--url", f"{server.url}/v1/", "--rate", "50", *SMALL, *reports)
-    assert status == 0
+        status, out, err = command("--url", f"{server.url}/v1/", "--rate", "50", *SMALL, *reports)
+    assert status == 0, err
     for word in ("TTFT", "TPOT leaves out the first token", "4 success", "goodput", "per million output tokens", "Queue is by the server"):
         assert word in out
     result = json.loads(files[0].read_text())
@@ -96,8 +96,8 @@ def test_one_run_with_every_report(command: Command, tmp_path: Path) -> None:
 def test_a_sweep_and_a_chat(command: Command, tmp_path: Path) -> None:
     with Background(token_ids=False) as server:
         json_file, html_file = tmp_path / "a.json", tmp_path / "a.html"
-        status, out, _ = command("--url", server.url, "--chat", "--sweep-concurrency", "1,2", *SMALL, "--json", str(json_file), "--html", str(html_file))
-    assert status == 0
+        status, out, err = command("--url", server.url, "--chat", "--sweep-concurrency", "1,2", *SMALL, "--json", str(json_file), "--html", str(html_file))
+    assert status == 0, err
     assert "1 at once" in out
     assert "2 at once" in out
     runs = json.loads(json_file.read_text())["runs"]
@@ -182,8 +182,8 @@ def test_a_server_that_does_not_serve_ends_with_1(command: Command, options: dic
 
 def test_a_server_without_usage_is_told_of(command: Command) -> None:
     with Background(usage=False) as server:
-        status, out, _ = command("--url", server.url, "--rate", "50", *SMALL)
-    assert status == 0
+        status, out, err = command("--url", server.url, "--rate", "50", *SMALL)
+    assert status == 0, err
     assert "4 answers came without usage" in out
 
 
