@@ -31,8 +31,8 @@ KEY_BLOCK = 256
 DECODE_GROUP = 16
 """Decoding sequences of one batched product; a group loops to its own longest context."""
 QUERY_BLOCKS = (128, 32)
-"""Query rows of one prefill product, at most and at least: a whole step's if it has fewer than the first. A chunk takes blocks of the larger size and its
-remainder the cheaper of both."""
+"""Query rows of one prefill product, at most and at least; in a step of fewer tokens at most as many times the second as it has. A chunk takes blocks of the
+larger size, and for its remainder what is cheaper."""
 
 
 class QueryBlocks(NamedTuple):
@@ -133,7 +133,7 @@ def _query_block_sizes(num_tokens: int) -> tuple[int, ...]:
     largest, smallest = QUERY_BLOCKS
     if num_tokens <= smallest:
         return (round_up(num_tokens, 2),)
-    return min(largest, round_up(num_tokens, smallest)), smallest
+    return min(largest, num_tokens // smallest * smallest), smallest
 
 
 def _write(

@@ -15,10 +15,12 @@ from jaxserve.request import SamplingParams
 
 MODEL = "gemma3-270m"
 NUM_STREAMS, PROMPT_LEN = 16, 4000
-BUDGET = 96
-"""The largest bucket whose steps take at most 2.5 times a step of decodes alone, on two cores (docs/scheduling.md, "Choosing the chunk budget")."""
-MOST_INTERVAL, MOST_FIRST_TOKEN = 2.5, 2.5
-"""What holds there. The aim for the first token is twice that of the prompt in one piece: a budget of 128 keeps it, and 2.9 between tokens."""
+BUDGET = 152
+"""About the middle between what the streams and what the prompt allow, on two cores (docs/scheduling.md, "Choosing the chunk budget")."""
+TOKEN_BUCKETS = (80, 96, 112, 128, 144)
+MOST_INTERVAL, MOST_FIRST_TOKEN = 2.5, 2.0
+"""The streams' 99th percentile between tokens over their undisturbed median; the prompt's time to its first token over that in one piece."""
+NUM_TRIES = 8
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,10 +28,10 @@ pytestmark = [
 ]
 
 
-def make_engine(budget: int) -> Engine:
+def make_engine(budget: int, token_buckets: tuple[int, ...]) -> Engine:
     overrides = {
         "model.max_model_len": 8192, "cache.num_pages": 1024, "cache.prefix": "off", "scheduler.max_num_seqs": NUM_STREAMS + 1,
-        "scheduler.max_tokens_per_step": budget, "engine.token_buckets": (budget,), "engine.sequence_buckets": (NUM_STREAMS + 1,),
+        "scheduler.max_tokens_per_step": budget, "engine.token_buckets": token_buckets, "engine.sequence_buckets": (NUM_STREAMS + 1,),
     }  # fmt: skip
     return LLM(MODEL, overrides=overrides).engine
 
@@ -79,15 +81,23 @@ def long_prompt_among_streams(engine: Engine) -> tuple[float, float, float]:
 
 
 def test_streams_hardly_notice_a_long_prompt_and_it_is_not_much_later() -> None:
-    """The best of some tries of each: other work on the machine only ever adds time."""
-    chunked = [long_prompt_among_streams(engine) for engine in [make_engine(BUDGET)] for _ in range(4)]
-    whole = [long_prompt_among_streams(engine) for engine in [make_engine(PROMPT_LEN + NUM_STREAMS)] for _ in range(2)]
-    for name, runs in (("chunked", chunked), ("whole", whole)):
-        for undisturbed, disturbed, first_token in runs:
-            print(
-                f"{name}: between tokens {undisturbed * 1e3:.1f} ms, disturbed {disturbed / undisturbed:.2f} times that; first token after {first_token:.2f} s"
-            )
-    with_chunks = min(disturbed / undisturbed for undisturbed, disturbed, _ in chunked)
-    without = min(disturbed / undisturbed for undisturbed, disturbed, _ in whole)
-    assert with_chunks <= MOST_INTERVAL < without
-    assert min(first_token for *_, first_token in chunked) <= MOST_FIRST_TOKEN * min(first_token for *_, first_token in whole)
+    """One try of several keeps both limits: other work on the machine only ever adds time, and one slow step in a hundred is the 99th percentile."""
+
+    def try_once(name: str, engine: Engine) -> tuple[float, float]:
+        undisturbed, disturbed, first_token = long_prompt_among_streams(engine)
+        print(f"{name}: between tokens {undisturbed * 1e3:.1f} ms, disturbed {disturbed / undisturbed:.2f} times that; first token after {first_token:.2f} s")
+        return disturbed / undisturbed, first_token
+
+    engine = make_engine(PROMPT_LEN + NUM_STREAMS, ())
+    whole = [try_once("whole", engine) for _ in range(3)]
+    most_first_token = MOST_FIRST_TOKEN * min(first_token for _, first_token in whole)
+    engine = make_engine(BUDGET, TOKEN_BUCKETS)
+    tries: list[tuple[float, float]] = []
+    while len(tries) < NUM_TRIES:
+        interval, first_token = try_once("chunked", engine)
+        tries.append((interval, first_token))
+        if interval <= MOST_INTERVAL and first_token <= most_first_token:
+            break
+    else:
+        pytest.fail(f"no try of {tries} keeps {MOST_INTERVAL} times and {most_first_token:.2f} s")
+    assert min(interval for interval, _ in whole) > MOST_INTERVAL
