@@ -62,7 +62,7 @@ class RankPlan:
         return num_tokens
 
     def add(self, scheduled: ScheduledSequence) -> None:
-        """A chunk."""
+        """Adds a chunk that has its pages."""
         self.num_tokens += scheduled.num_tokens
         (self.decodes if scheduled.num_tokens == 1 else self.chunks).append(scheduled)
 
