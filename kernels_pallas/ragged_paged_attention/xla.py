@@ -131,8 +131,8 @@ def _scale_heads(x_TNH: Array, scale_K: Array) -> Array:
 
 def _query_block_sizes(num_tokens: int) -> tuple[int, ...]:
     largest, smallest = QUERY_BLOCKS
-    if num_tokens <= smallest:
-        return (round_up(num_tokens, 2),)
+    if num_tokens < 2 * smallest:
+        return (min(smallest, round_up(num_tokens, 2)),)
     return min(largest, num_tokens // smallest * smallest), smallest
 
 

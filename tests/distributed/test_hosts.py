@@ -8,7 +8,6 @@ import http.server
 import queue
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +17,7 @@ from jaxserve.config import DistributedConfig
 from jaxserve.engine.connections import _PUBLIC, await_all, await_leader, listen
 from jaxserve.engine.hosts import find_hosts, own_address
 from jaxserve.errors import ConfigError, HostLostError
-from tests.waiting import LIMIT_S, longer_and_longer
+from tests.waiting import LIMIT_S, longer_and_longer, wait_until
 
 ON_TPU = {"JAX_PLATFORMS": "tpu,cpu", "TPU_SKIP_MDS_QUERY": "1"}
 FOUR = {"TPU_WORKER_HOSTNAMES": "t-0,t-1, t-2,t-3", "TPU_WORKER_ID": "2"}
@@ -137,10 +136,7 @@ def test_hosts_wait_for_each_other(caplog: pytest.LogCaptureFixture, monkeypatch
         await_leader("127.0.0.1", port, 1, LIMIT_S)
         latest.result(LIMIT_S)
         all_here.result(LIMIT_S)
-    deadline = time.monotonic() + LIMIT_S
-    while "turned away a connection from 127.0.0.1" not in caplog.text:  # said by a thread of its own, when the stranger has gone
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: "turned away a connection from 127.0.0.1" in caplog.text)  # said by a thread of its own, when the stranger has gone
 
 
 def test_hosts_that_do_not_come() -> None:

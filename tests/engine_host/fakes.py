@@ -254,6 +254,17 @@ def fake_spec(max_position: int = 128) -> ModelSpec:
     )
 
 
+LONG = 60_000
+"""Tokens that take a minute at least: a request that must not have ended when something is done to it."""
+LONG_POSITION = 65_536
+"""The context of a model that generates them."""
+
+
+def long_runner(*, max_num_seqs: int = 16) -> SlowRunner:
+    """One whose pool holds such a request."""
+    return SlowRunner(num_pages=LONG_POSITION // 64, page_size=64, max_num_seqs=max_num_seqs)
+
+
 def fake_engine(
     runner: FakeRunner | None = None,
     *,

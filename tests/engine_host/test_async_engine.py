@@ -27,16 +27,8 @@ from jaxserve.errors import (
     ReaderTimeoutError,
 )
 from jaxserve.request import RequestOptions, RequestOutput, SamplingParams
-from tests.engine_host.fakes import FakeRunner, SlowRunner, fake_engine, plain_run
+from tests.engine_host.fakes import LONG, FakeRunner, SlowRunner, fake_engine, long_runner, plain_run
 from tests.waiting import LIMIT_S, until
-
-LONG = 60_000
-"""Tokens that take a minute at least: a request that must not have ended when something is done to it."""
-
-
-def long_runner(**options: Any) -> SlowRunner:
-    """One whose pool holds such a request."""
-    return SlowRunner(num_pages=1024, page_size=64, max_num_seqs=16, **options)
 
 
 async def step_until(runner: SlowRunner, condition: Callable[[], object]) -> None:

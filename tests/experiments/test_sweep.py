@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from jaxserve.experiments.sweep import CellFailedError, process_runner, run_swee
 from jaxserve.kernels_pallas.targets import missing
 from tests.experiments.tiny_checkpoint import tiny_checkpoint
 from tests.loading.builders import tiny_config
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -219,9 +219,7 @@ grid:
 """)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command(str(file), "--out", str(out)), env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not (out / "results.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until((out / "results.jsonl").exists, "the first result", limit_s=300)
     cells = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -27,12 +27,10 @@ from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
 from jaxserve.serving.metrics import Responses
 from jaxserve.serving.service import InferenceService
-from tests.engine_host.fakes import FakeRunner, FakeTokenizer, SlowRunner, fake_engine, fake_spec
+from tests.engine_host.fakes import LONG, LONG_POSITION, FakeRunner, FakeTokenizer, fake_engine, fake_spec, long_runner
 from tests.serving.servers import Raw, app_client, http_client, http_server, server_config
 from tests.waiting import until
 
-LONG = 60_000
-"""Tokens that take a minute at least."""
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -69,7 +67,7 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
 
     async def run() -> None:
         def build() -> Engine:
-            return Engine(runner, FakeTokenizer(), fake_spec(65_536), config, model_name="fake", seed=0)  # pyright: ignore[reportArgumentType]
+            return Engine(runner, FakeTokenizer(), fake_spec(LONG_POSITION), config, model_name="fake", seed=0)  # pyright: ignore[reportArgumentType]
 
         engine, responses = AsyncEngine(build), Responses()
         engine.start()
@@ -98,7 +96,7 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
 
 def test_every_request_counts_once_whatever_its_end() -> None:
     """Finished, aborted in every state, failed, refused by the engine and by the front end, over both APIs."""
-    runner = SlowRunner(num_pages=1024, page_size=64, max_num_seqs=4)
+    runner = long_runner(max_num_seqs=4)
     config = Config(
         scheduler=SchedulerConfig(max_num_seqs=4, max_tokens_per_step=16, max_queued_requests=6), server=ServerConfig(port=0, grpc_port=0)
     )  # fmt: skip
@@ -150,7 +148,7 @@ def test_five_aborts_are_five_at_the_next_scrape() -> None:
     """Running and waiting ones, as soon as the engine knows that their clients have gone."""
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=1024, page_size=64, max_num_seqs=2), max_position=65_536))
+        engine = AsyncEngine(lambda: fake_engine(long_runner(max_num_seqs=2), max_position=LONG_POSITION))
         engine.start()
         await engine.wait_ready()
         try:

@@ -33,7 +33,7 @@ from jaxserve.serving.launch import serve
 from jaxserve.serving.observers import Observers
 from jaxserve.serving.request_log import RequestLog
 from tests.engine.tiny import tiny_engine
-from tests.engine_host.fakes import SlowRunner, fake_engine
+from tests.engine_host.fakes import LONG, LONG_POSITION, SlowRunner, fake_engine, long_runner
 from tests.serving.fake_engine import FakeAsyncEngine
 from tests.serving.servers import app_client, ask, grpc_server, http_client, server_config
 from tests.waiting import LIMIT_S, until
@@ -178,7 +178,7 @@ def test_those_who_left_are_reported_too() -> None:
     """Once each, whoever ended them: the client, the engine, or its door."""
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=1024, page_size=64, max_num_seqs=2), max_position=65_536))
+        engine = AsyncEngine(lambda: fake_engine(long_runner(max_num_seqs=2), max_position=LONG_POSITION))
         reported: list[tuple[str, str | None]] = []
         engine.on_end(lambda request, last: reported.append((request.request_id, last.finish_reason)))
         engine.start()
@@ -186,7 +186,7 @@ def test_those_who_left_are_reported_too() -> None:
         try:
             async for _ in engine.generate(engine.make_request([1], SamplingParams(max_tokens=2, ignore_eos=True), "finished")):
                 pass
-            leaving = engine.generate(engine.make_request([1], SamplingParams(max_tokens=60_000, ignore_eos=True), "left"))
+            leaving = engine.generate(engine.make_request([1], SamplingParams(max_tokens=LONG, ignore_eos=True), "left"))
             await anext(leaving)
             await leaving.aclose()
             await until(lambda: len(reported) == 2)

@@ -19,7 +19,7 @@ from jaxserve.serving.contract import ServedEngine
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.launch import serve
-from tests.engine_host.fakes import FakeRunner, SlowRunner, fake_engine
+from tests.engine_host.fakes import LONG, LONG_POSITION, FakeRunner, fake_engine, long_runner
 from tests.serving.servers import Raw, grpc_server, http_client, http_server, server_config
 from tests.waiting import LIMIT_S, until
 
@@ -128,12 +128,12 @@ def test_a_signal_under_load_ends_every_stream_within_the_limit() -> None:
     """More run and wait than can be finished in time: each stream has a last output, and the server returns."""
 
     async def run() -> None:
-        engine = AsyncEngine(lambda: fake_engine(SlowRunner(num_pages=1024, page_size=64, max_num_seqs=8), max_position=65_536))
+        engine = AsyncEngine(lambda: fake_engine(long_runner(max_num_seqs=8), max_position=LONG_POSITION))
         served = asyncio.create_task(serve(server_config(grpc_port=None, drain_timeout_s=0.5), engine))
         await until(lambda: engine.state == "ready")
 
         async def stream(index: int) -> list[RequestOutput]:
-            params = SamplingParams(max_tokens=(20, 60_000)[index % 2], ignore_eos=True)
+            params = SamplingParams(max_tokens=(20, LONG)[index % 2], ignore_eos=True)
             return [output async for output in engine.generate(engine.make_request([index], params))]
 
         streams = [asyncio.create_task(stream(index)) for index in range(60)]
