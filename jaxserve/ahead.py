@@ -15,14 +15,14 @@ import jax
 
 from jaxserve.config import Config, load_config
 from jaxserve.engine.build import max_model_len_of
-from jaxserve.engine.compiled_folder import ProgramRecorder, live_facts
-from jaxserve.engine.execution import Execution, choose_execution
-from jaxserve.engine.kv_cache import PoolPlan
-from jaxserve.engine.memory import Memory, device_memory
-from jaxserve.engine.program_manifest import Manifest
-from jaxserve.engine.programs import compile_all, lower_bucket, make_model, plan_programs
-from jaxserve.engine.runner import DeviceRunner
-from jaxserve.engine.step import abstract_params
+from jaxserve.engine.device.runner import DeviceRunner
+from jaxserve.engine.programs.compiled_folder import ProgramRecorder, live_facts
+from jaxserve.engine.programs.manifest import Manifest
+from jaxserve.engine.programs.memory import Memory, device_memory
+from jaxserve.engine.programs.plan import compile_all, lower_bucket, make_model, plan_programs
+from jaxserve.engine.programs.pool_plan import PoolPlan
+from jaxserve.engine.step.execution import Execution, choose_execution
+from jaxserve.engine.step.function import abstract_params
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.mesh import Layout, make_layout
 from jaxserve.mesh_shape import choose_mesh_shape

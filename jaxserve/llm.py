@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxserve.config import Config, from_mapping
-from jaxserve.engine.params import resolve_params
+from jaxserve.engine.requests.params import resolve_params
 from jaxserve.errors import InvalidRequestError
 from jaxserve.platform import choose_platform
 from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage

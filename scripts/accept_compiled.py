@@ -37,7 +37,7 @@ def generate(words: list[str]) -> tuple[list[list[int]], str, float]:
 
 def settings_of(folder: Path) -> list[str]:
     """The settings that the folder's programs were compiled for, as words of a command line."""
-    from jaxserve.engine.program_manifest import read_manifest
+    from jaxserve.engine.programs.manifest import read_manifest
 
     settings = read_manifest(folder).settings()
     return [f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in settings.items() if value is not None]

@@ -24,10 +24,10 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench.metrics import Metrics, parse_slo
-from jaxserve.bench.processes import free_port, resident_mib, running
-from jaxserve.bench.session import RunOptions, ServerOptions, open_session
-from jaxserve.bench.workload import Workload, load_workload
+from jaxserve.bench.load.metrics import Metrics, parse_slo
+from jaxserve.bench.load.processes import free_port, resident_mib, running
+from jaxserve.bench.load.session import RunOptions, ServerOptions, open_session
+from jaxserve.bench.workload.workload import Workload, load_workload
 
 QUEUE_TIMEOUT_S = 5.0
 OTHER_MAX_REQUESTS = 4

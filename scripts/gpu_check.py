@@ -26,9 +26,9 @@ import numpy as np
 
 from jaxserve.config import ShardingConfig
 from jaxserve.dims import ceil_div
-from jaxserve.engine.batch import Bucket, packed_batch
-from jaxserve.engine.step import Carry, attention_problem, make_step
-from jaxserve.kernels_pallas import numerics
+from jaxserve.engine.step.batch import Bucket, packed_batch
+from jaxserve.engine.step.function import Carry, attention_problem, make_step
+from jaxserve.kernels_pallas.proof import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     IMPLEMENTATIONS,
     NO_WINDOW,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from jaxserve.engine.inspection import SchedulerView
-from jaxserve.engine.meter import Measurements
-from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.observation.inspection import SchedulerView
+from jaxserve.engine.observation.meter import Measurements
+from jaxserve.engine.observation.stats import EngineStats
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 
 EngineState = Literal["starting", "ready", "draining", "dead"]

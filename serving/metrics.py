@@ -19,8 +19,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.engine.meter import HistogramSnapshot, Measurements
-from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.observation.meter import HistogramSnapshot, Measurements
+from jaxserve.engine.observation.stats import EngineStats
 from jaxserve.serving.contract import EngineState
 from jaxserve.serving.service import InferenceService
 

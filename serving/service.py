@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from jaxserve import __version__
 from jaxserve.config import Config
-from jaxserve.engine.meter import Measurements
-from jaxserve.engine.params import resolve_params
-from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.observation.meter import Measurements
+from jaxserve.engine.observation.stats import EngineStats
+from jaxserve.engine.requests.params import resolve_params
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 from jaxserve.serving.auth import require_key

@@ -16,16 +16,16 @@ from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging
 
 if TYPE_CHECKING:
-    from jaxserve.bench.compare import Contender
-    from jaxserve.bench.session import RunOptions, ServerOptions
-    from jaxserve.bench.workload import Workload
+    from jaxserve.bench.load.compare import Contender
+    from jaxserve.bench.load.session import RunOptions, ServerOptions
+    from jaxserve.bench.workload.workload import Workload
 
 _SERVERS = "Servers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one call of the command does; see :func:`jaxserve.bench.compare.compare`."""
+    """What one call of the command does; see :func:`jaxserve.bench.load.compare.compare`."""
 
     contenders: Sequence[Contender]
     workloads: Sequence[Workload]
@@ -100,8 +100,8 @@ def compare(
         jaxserve bench compare --server "ours=jaxserve run --port {port} --grpc-port 0" --server other=http://127.0.0.1:8080 --concurrency 1,8 --duration 20
     """
     set_up_logging("debug" if debug else None)
-    from jaxserve.bench.compare import parse_contender
-    from jaxserve.bench.sweep import at_concurrency, at_rate
+    from jaxserve.bench.load.compare import parse_contender
+    from jaxserve.bench.load.sweep import at_concurrency, at_rate
 
     contenders = [parse_contender(text) for text in server or ()]
     names = [contender.name for contender in contenders]
@@ -152,7 +152,8 @@ def compare(
 
 async def _run(job: Job) -> int:
 
-    from jaxserve.bench import compare, compare_report
+    from jaxserve.bench.load import compare
+    from jaxserve.bench.report import compare_report
 
     with options.stop_on_interrupt() as stop:
         found = await compare.compare(

@@ -46,7 +46,7 @@ def throughput(
     """
     options.check_outputs(json_file)
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug)
-    from jaxserve.bench.offline import offline_workload
+    from jaxserve.bench.local.offline import offline_workload
 
     given = {
         "num_requests": num_requests, "seed": seed, "input_len": input_len, "output_len": output_len, "lengths": lengths, "trace": trace,
@@ -55,10 +55,10 @@ def throughput(
     planned = offline_workload(workload, {key: value for key, value in given.items() if value is not None})
     choose_platform(resolved.platform)
 
-    from jaxserve.bench import report
-    from jaxserve.bench.offline import run_workload
-    from jaxserve.bench.progress import show_progress
-    from jaxserve.bench.surroundings import Watch, device_name, surroundings
+    from jaxserve.bench.load.progress import show_progress
+    from jaxserve.bench.local.offline import run_workload
+    from jaxserve.bench.report import report
+    from jaxserve.bench.report.surroundings import Watch, device_name, surroundings
 
     engine = open_engine(resolved)
     watch = Watch()
@@ -104,9 +104,9 @@ def latency(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
     choose_platform(resolved.platform)
 
-    from jaxserve.bench.batches import BatchResult, print_batches, run_batches, to_json
-    from jaxserve.bench.offline import offline_workload
-    from jaxserve.bench.surroundings import Watch, device_name, surroundings
+    from jaxserve.bench.local.batches import BatchResult, print_batches, run_batches, to_json
+    from jaxserve.bench.local.offline import offline_workload
+    from jaxserve.bench.report.surroundings import Watch, device_name, surroundings
 
     engine = open_engine(resolved)
     if max(sizes) > engine.stats().max_num_seqs:

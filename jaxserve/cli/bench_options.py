@@ -17,8 +17,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.output_files import require_folder
 
 if TYPE_CHECKING:
-    from jaxserve.bench.session import Result, RunOptions, ServerOptions
-    from jaxserve.bench.workload import Workload
+    from jaxserve.bench.load.session import Result, RunOptions, ServerOptions
+    from jaxserve.bench.workload.workload import Workload
 
 FAILED_STATUS = 1
 SOME_FAILED_STATUS = 3
@@ -119,9 +119,9 @@ def workload_of(file: Path | None, fields: Sequence[str] | None, options: Mappin
         options: Field -> value; ``None`` where an option was not given.
 
     Raises:
-        ConfigError: As :func:`~jaxserve.bench.workload.load_workload`, or a word that sets nothing.
+        ConfigError: As :func:`~jaxserve.bench.workload.workload.load_workload`, or a word that sets nothing.
     """
-    from jaxserve.bench.workload import load_workload
+    from jaxserve.bench.workload.workload import load_workload
 
     values: dict[str, Any] = {}
     for word in fields or ():
@@ -161,7 +161,7 @@ def server_options(
         ConfigError: A kind of prompt that does not exist, a body that is no JSON object, or a key that no header can carry.
         JaxserveError: A tokenizer that cannot be loaded.
     """
-    from jaxserve.bench.session import ServerOptions
+    from jaxserve.bench.load.session import ServerOptions
 
     kinds: dict[str, Literal["auto", "ids", "text"]] = {"auto": "auto", "ids": "ids", "text": "text"}
     if prompts not in kinds:
@@ -177,7 +177,7 @@ def server_options(
         raise ConfigError(f"--extra-body is {extra_body}; must be a JSON object")
     count_tokens = None
     if tokenizer is not None:
-        from jaxserve.bench.local_tokenizer import load_count
+        from jaxserve.bench.local.local_tokenizer import load_count
 
         count_tokens = load_count(tokenizer)
     return ServerOptions(
@@ -198,8 +198,8 @@ def run_options(*, warmup: int, timeout: float, goodput: str | None, price_per_h
     Raises:
         ConfigError: A value out of range.
     """
-    from jaxserve.bench.metrics import parse_slo
-    from jaxserve.bench.session import RunOptions
+    from jaxserve.bench.load.metrics import parse_slo
+    from jaxserve.bench.load.session import RunOptions
 
     for name, value, low in (("--warmup", warmup, 0), ("--timeout", timeout, 1e-3), ("--price-per-hour", price_per_hour or 0, 0)):
         if not low <= value < float("inf"):
@@ -258,7 +258,7 @@ def write_json(file: Path | None, value: Mapping[str, Any]) -> None:
         ConfigError: It cannot be written.
     """
     if file is not None:
-        from jaxserve.bench.report import write_json
+        from jaxserve.bench.report.report import write_json
 
         write_json(file, value)
 

@@ -17,9 +17,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging
 
 if TYPE_CHECKING:
-    from jaxserve.bench.session import Result, RunOptions, ServerOptions
-    from jaxserve.bench.sweep import MaxRate, Sweep
-    from jaxserve.bench.workload import Workload
+    from jaxserve.bench.load.session import Result, RunOptions, ServerOptions
+    from jaxserve.bench.load.sweep import MaxRate, Sweep
+    from jaxserve.bench.workload.workload import Workload
 
 _SEVERAL = "Several runs"
 DEFAULT_TOLERANCE = 0.05
@@ -184,13 +184,14 @@ def serve(
 
 async def _run(job: Job) -> int:
 
-    from jaxserve.bench import report, sweep
-    from jaxserve.bench.progress import show_progress
+    from jaxserve.bench.load import sweep
+    from jaxserve.bench.load.progress import show_progress
+    from jaxserve.bench.report import report
 
     if job.grpc:
         from jaxserve.serving.grpc_api.bench_target import open_grpc_session as open_target
     else:
-        from jaxserve.bench.session import open_session as open_target
+        from jaxserve.bench.load.session import open_session as open_target
     console = tables_console()
     async with open_target(job.server, job.workload) as session:
         with options.stop_on_interrupt() as stop, show_progress() as observer:
@@ -223,6 +224,6 @@ async def _run(job: Job) -> int:
 
 def _write_page(file: Path | None, found: MaxRate | Sweep) -> None:
     if file is not None:
-        from jaxserve.bench.html import write_page
+        from jaxserve.bench.report.html import write_page
 
         write_page(file, found)

@@ -34,7 +34,7 @@ def startup(
     bench_options.check_outputs(json_file)
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug)
 
-    from jaxserve.bench.startup import measure_startup, print_startup, to_json
+    from jaxserve.bench.local.startup import measure_startup, print_startup, to_json
 
     found = measure_startup(resolved, repeats=repeats)
     bench_options.all_of(lambda: print_startup(found, tables_console()), lambda: bench_options.write_json(json_file, to_json(found)))

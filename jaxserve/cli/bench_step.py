@@ -61,9 +61,9 @@ def step(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=defaults)
     choose_platform(resolved.platform)
 
-    from jaxserve.bench import step_report
-    from jaxserve.bench.step_run import measure_steps
-    from jaxserve.bench.steps import shapes_of
+    from jaxserve.bench.local import step_report
+    from jaxserve.bench.local.step_run import measure_steps
+    from jaxserve.bench.local.steps import shapes_of
 
     with progress_bars() as progress:
         found = measure_steps(resolved, list(shapes_of(batches, prompts, both)), context=context, repeats=repeats, progress=progress)

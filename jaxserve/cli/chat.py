@@ -67,7 +67,7 @@ def chat(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
-    from jaxserve.engine.params import resolve_params
+    from jaxserve.engine.requests.params import resolve_params
 
     fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop)
     resolve_params(fields, {})  # a bad value shows before the model loads, and before jax does
@@ -125,7 +125,7 @@ class Conversation:
             InvalidRequestError: The conversation has become longer than the context, or the template refuses it.
             EngineError: The engine failed.
         """
-        from jaxserve.engine.params import resolve_params
+        from jaxserve.engine.requests.params import resolve_params
 
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._engine.tokenizer.encode_chat(messages)

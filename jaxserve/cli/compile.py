@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxserve.child_process import rows_of
 from jaxserve.cli.options import ConfigFiles, Debug, MeshOption, Words, resolve_config
 from jaxserve.cli.output import emit
 from jaxserve.cli.progress import progress_bars
-from jaxserve.engine.program_manifest import MANIFEST, PROGRAMS, flatten, sections
+from jaxserve.engine.programs.manifest import MANIFEST, PROGRAMS, flatten, sections
 from jaxserve.errors import CompileError, ConfigError
-from jaxserve.kernels_pallas import targets
-from jaxserve.kernels_pallas.child_process import rows_of
+from jaxserve.kernels_pallas.proof import targets
 from jaxserve.platform import choose_platform
 
 _TIME_LIMIT_S = 6 * 3600.0

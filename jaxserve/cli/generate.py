@@ -67,7 +67,7 @@ def generate(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
-    from jaxserve.engine.params import resolve_params
+    from jaxserve.engine.requests.params import resolve_params
 
     fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos)
     resolve_params(fields, {})  # a bad value shows before the model loads, and before jax does

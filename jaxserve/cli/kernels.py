@@ -37,8 +37,8 @@ def check(
         jaxserve kernels check --target v6e --target h200 --json
     """
     choose_platform("cpu")
-    from jaxserve.kernels_pallas.check import OPS, report
-    from jaxserve.kernels_pallas.targets import TARGETS
+    from jaxserve.kernels_pallas.proof.check import OPS, report
+    from jaxserve.kernels_pallas.proof.targets import TARGETS
 
     for kind, given, known in (("op", [op], OPS), ("target", target or [], TARGETS)):
         for name in given:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxserve.config import Config, load_config
-from jaxserve.engine.program_manifest import read_manifest
+from jaxserve.engine.programs.manifest import read_manifest
 from jaxserve.log import set_up_logging
 from jaxserve.mesh_shape import parse_mesh
 

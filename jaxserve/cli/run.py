@@ -86,8 +86,8 @@ def run(
 
     from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.engine.build import build_engine, build_runner
-    from jaxserve.engine.hosts import find_hosts
-    from jaxserve.engine.processes import follow, join, leaving_the_end_to_the_leader
+    from jaxserve.engine.multihost.hosts import find_hosts
+    from jaxserve.engine.multihost.processes import follow, join, leaving_the_end_to_the_leader
     from jaxserve.serving.launch import serve
 
     def build() -> Engine:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.bench.buckets import Buckets
+from jaxserve.bench.load.buckets import Buckets
 from jaxserve.errors import ConfigError, JaxserveError
 
 _TIMEOUT_S = 5.0

@@ -14,7 +14,7 @@ from jaxserve.log import set_up_logging
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from jaxserve.bench.buckets import Buckets
+    from jaxserve.bench.load.buckets import Buckets
     from jaxserve.cli.scrape import Reading
 
 _LATENCIES = (

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
-from jaxserve.engine.inspection import SchedulerView
-from jaxserve.engine.meter import Measurements
-from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.observation.inspection import SchedulerView
+from jaxserve.engine.observation.meter import Measurements
+from jaxserve.engine.observation.stats import EngineStats
 from jaxserve.errors import EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, JaxserveError
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams, Usage

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxserve.config import Config
-from jaxserve.engine.compiled_folder import CompiledFolder, compile_program, live_facts, spec_sha256
-from jaxserve.engine.cpu_threads import bind_compute_threads
+from jaxserve.engine.device.cpu_threads import bind_compute_threads
+from jaxserve.engine.device.runner import DeviceRunner
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan, num_host_pages
-from jaxserve.engine.memory import device_memory, release_unused
-from jaxserve.engine.processes import Processes
-from jaxserve.engine.programs import make_model, plan_programs
-from jaxserve.engine.runner import DeviceRunner
+from jaxserve.engine.multihost.processes import Processes
+from jaxserve.engine.programs.compiled_folder import CompiledFolder, compile_program, live_facts, spec_sha256
+from jaxserve.engine.programs.memory import device_memory, release_unused
+from jaxserve.engine.programs.plan import make_model, plan_programs
+from jaxserve.engine.programs.pool_plan import PoolPlan, num_host_pages
+from jaxserve.engine.step.execution import choose_execution
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Layout, make_layout
 from jaxserve.mesh_shape import MeshShape, choose_mesh_shape

@@ -14,20 +14,20 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import Config
-from jaxserve.engine.admission import Admission, Load
-from jaxserve.engine.chunking import make_chunking
-from jaxserve.engine.door import Door
-from jaxserve.engine.expiry import Expiry
-from jaxserve.engine.inspection import SchedulerView, inspect_scheduler
-from jaxserve.engine.meter import Measurements, Meter
-from jaxserve.engine.output import Delta, OutputProcessor
-from jaxserve.engine.params import resolve_params
-from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
-from jaxserve.engine.prefix_cache.interface import make_namespace
-from jaxserve.engine.schedule import Runner, Schedule
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.stats import EngineStats, RefusalReason
+from jaxserve.engine.observation.inspection import SchedulerView, inspect_scheduler
+from jaxserve.engine.observation.meter import Measurements, Meter
+from jaxserve.engine.observation.stats import EngineStats, RefusalReason
+from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.pages.prefix_cache.interface import make_namespace
+from jaxserve.engine.requests.admission import Admission, Load
+from jaxserve.engine.requests.door import Door
+from jaxserve.engine.requests.expiry import Expiry
+from jaxserve.engine.requests.output import Delta, OutputProcessor
+from jaxserve.engine.requests.params import resolve_params
+from jaxserve.engine.scheduling.chunking import make_chunking
+from jaxserve.engine.scheduling.schedule import Runner, Schedule
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.errors import (
     ConfigError,
     DeadlineExceededError,

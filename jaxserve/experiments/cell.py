@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxserve.bench.report import environment
+from jaxserve.bench.report.report import environment
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.experiments import provenance
 from jaxserve.experiments.file import Cell, read_experiment

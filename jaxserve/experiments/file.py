@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from jaxserve.bench.metrics import Slo, parse_slo
-from jaxserve.bench.workload import Workload, load_workload
+from jaxserve.bench.load.metrics import Slo, parse_slo
+from jaxserve.bench.workload.workload import Workload, load_workload
 from jaxserve.config import Config, load_config
 from jaxserve.config_fields import coerce
 from jaxserve.config_yaml import read_yaml
-from jaxserve.engine.program_manifest import flatten, sections
+from jaxserve.engine.programs.manifest import flatten, sections
 from jaxserve.errors import ConfigError
 from jaxserve.mesh_shape import MeshShape, parse_mesh
 from jaxserve.plan.request import Load

@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Callable
 
-from jaxserve.bench.in_process import run_in_process
-from jaxserve.bench.load import Run
-from jaxserve.bench.metrics import Slo, Spread, measure, spread
-from jaxserve.bench.plan import plan, read_sources
-from jaxserve.bench.surroundings import Watch
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load.load import Run
+from jaxserve.bench.load.metrics import Slo, Spread, measure, spread
+from jaxserve.bench.local.in_process import run_in_process
+from jaxserve.bench.report.surroundings import Watch
+from jaxserve.bench.workload.plan import plan, read_sources
+from jaxserve.bench.workload.workload import Workload
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import EngineError
 
@@ -87,7 +87,7 @@ def run_workload(engine: Engine, workload: Workload, clock: Callable[[], float] 
 
     Args:
         engine: Ready, without work.
-        workload: What to run; ``run`` as in :func:`~jaxserve.bench.plan.plan`.
+        workload: What to run; ``run`` as in :func:`~jaxserve.bench.workload.plan.plan`.
         clock: Gives seconds.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from jaxserve.bench.compare import NOISY_CORES
+from jaxserve.bench.load.compare import NOISY_CORES
 from jaxserve.experiments.file import Experiment, label_of, show
 from jaxserve.experiments.results import SUMMARY, Result
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.program_manifest import sections
+from jaxserve.engine.programs.manifest import sections
 from jaxserve.errors import JaxserveError
 from jaxserve.experiments import provenance
 from jaxserve.experiments.file import Cell, Experiment

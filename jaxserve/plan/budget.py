@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxserve.engine.kv_cache import ACCELERATOR_MEMORY_FRACTION
+from jaxserve.engine.programs.pool_plan import ACCELERATOR_MEMORY_FRACTION
 from jaxserve.plan.planner import LayoutPlan, Question
 from jaxserve.plan.roofline import Split
 from jaxserve.plan.units import format_bytes

@@ -17,14 +17,14 @@ from jax.experimental import topologies
 
 from jaxserve.config import load_config
 from jaxserve.dims import ceil_div
-from jaxserve.engine.batch import Bucket
-from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import abstract_pool, device_pool_shape
-from jaxserve.engine.programs import make_model
-from jaxserve.engine.step import abstract_carry, abstract_params, attention_problem, lower_step, make_step
+from jaxserve.engine.programs.plan import make_model
+from jaxserve.engine.programs.pool_plan import abstract_pool, device_pool_shape
+from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.execution import choose_execution
+from jaxserve.engine.step.function import abstract_carry, abstract_params, attention_problem, lower_step, make_step
 from jaxserve.errors import JaxserveError
+from jaxserve.kernels_pallas.proof.targets import gpu_config
 from jaxserve.kernels_pallas.ragged_paged_attention.api import choose_implementation
-from jaxserve.kernels_pallas.targets import gpu_config
 from jaxserve.mesh import make_layout
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.request import STEPS, LayoutRequest

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxserve.child_process import rows_of
 from jaxserve.config import Config
 from jaxserve.dims import ceil_div
-from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import ACCELERATOR_MEMORY_FRACTION
-from jaxserve.engine.programs import fit_model
+from jaxserve.engine.programs.plan import fit_model
+from jaxserve.engine.programs.pool_plan import ACCELERATOR_MEMORY_FRACTION
+from jaxserve.engine.step.execution import choose_execution
 from jaxserve.errors import ConfigError
-from jaxserve.kernels_pallas import targets
-from jaxserve.kernels_pallas.child_process import rows_of
+from jaxserve.kernels_pallas.proof import targets
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.spec import ModelSpec
 from jaxserve.plan.request import STEPS, LayoutRequest, Load, StepKind

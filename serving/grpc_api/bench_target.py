@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jaxserve.bench.plan import PlannedRequest
-from jaxserve.bench.prompts import IdPrompts
-from jaxserve.bench.session import ServerInfo, ServerOptions, Session, normalize_url
-from jaxserve.bench.target import RequestFailedError, Stream
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load.session import ServerInfo, ServerOptions, Session, normalize_url
+from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.workload.plan import PlannedRequest
+from jaxserve.bench.workload.prompts import IdPrompts
+from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc

@@ -11,9 +11,9 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from jaxserve.bench.load import sleep_until
-from jaxserve.bench.plan import PlannedRequest
-from jaxserve.bench.target import RequestFailedError, Stream
+from jaxserve.bench.load.load import sleep_until
+from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.workload.plan import PlannedRequest
 
 VOCABULARY = 32_000
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench import compare_report
-from jaxserve.bench.compare import Comparison, Contender, Turn, _Runner, _StoppedError, compare, parse_contender
-from jaxserve.bench.load import Record, Run
-from jaxserve.bench.metrics import measure
-from jaxserve.bench.plan import PlannedRequest
-from jaxserve.bench.processes import cpu_use, read_cpu, resident_mib, running
-from jaxserve.bench.server_metrics import ServerFigures
-from jaxserve.bench.session import Result, RunOptions, ServerInfo, ServerOptions
-from jaxserve.bench.target import Outcome
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load.compare import Comparison, Contender, Turn, _Runner, _StoppedError, compare, parse_contender
+from jaxserve.bench.load.load import Record, Run
+from jaxserve.bench.load.metrics import measure
+from jaxserve.bench.load.processes import cpu_use, read_cpu, resident_mib, running
+from jaxserve.bench.load.server_metrics import ServerFigures
+from jaxserve.bench.load.session import Result, RunOptions, ServerInfo, ServerOptions
+from jaxserve.bench.load.target import Outcome
+from jaxserve.bench.report import compare_report
+from jaxserve.bench.workload.plan import PlannedRequest
+from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 from tests.bench.fake_server import FakeModel, FakeServer
 from tests.bench.test_cli import Background, Command, command  # noqa: F401 - a fixture

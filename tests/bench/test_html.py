@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from jaxserve.bench.html import to_page
-from jaxserve.bench.metrics import measure
-from jaxserve.bench.session import Result
-from jaxserve.bench.sweep import Sweep
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load.metrics import measure
+from jaxserve.bench.load.session import Result
+from jaxserve.bench.load.sweep import Sweep
+from jaxserve.bench.report.html import to_page
+from jaxserve.bench.workload.workload import Workload
 from tests.bench.test_compare import turn
 
 pytest.importorskip("matplotlib")

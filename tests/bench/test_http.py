@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench import server_metrics
-from jaxserve.bench.http_client import HttpClient
-from jaxserve.bench.load import Run, run_load
-from jaxserve.bench.metrics import measure
-from jaxserve.bench.openai_target import OpenAITarget
-from jaxserve.bench.plan import plan
-from jaxserve.bench.prompts import IdPrompts, WordPrompts
-from jaxserve.bench.report import warnings_of
-from jaxserve.bench.server_metrics import compare_samples, parse_samples, read_samples
-from jaxserve.bench.session import Result, RunOptions, ServerOptions, normalize_url, open_session
-from jaxserve.bench.sse import EventReader
-from jaxserve.bench.target import RequestFailedError, Stream
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load import server_metrics
+from jaxserve.bench.load.http_client import HttpClient
+from jaxserve.bench.load.load import Run, run_load
+from jaxserve.bench.load.metrics import measure
+from jaxserve.bench.load.openai_target import OpenAITarget
+from jaxserve.bench.load.server_metrics import compare_samples, parse_samples, read_samples
+from jaxserve.bench.load.session import Result, RunOptions, ServerOptions, normalize_url, open_session
+from jaxserve.bench.load.sse import EventReader
+from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.report.report import warnings_of
+from jaxserve.bench.workload.plan import plan
+from jaxserve.bench.workload.prompts import IdPrompts, WordPrompts
+from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 from tests.bench.fake_server import FakeModel, FakeServer
 from tests.waiting import LIMIT_S, longer_and_longer

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.in_process import run_in_process
-from jaxserve.bench.load import Run
-from jaxserve.bench.metrics import measure, parse_slo
-from jaxserve.bench.plan import PlannedRequest, plan
-from jaxserve.bench.workload import load_workload
+from jaxserve.bench.load.load import Run
+from jaxserve.bench.load.metrics import measure, parse_slo
+from jaxserve.bench.local.in_process import run_in_process
+from jaxserve.bench.workload.plan import PlannedRequest, plan
+from jaxserve.bench.workload.workload import load_workload
 from jaxserve.config import SchedulerConfig
-from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.scheduling.schedule import Schedule
 from jaxserve.errors import InvalidRequestError
 from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.load import Record, Run, run_load
-from jaxserve.bench.metrics import measure, parse_slo, percentile
-from jaxserve.bench.plan import PlannedRequest, plan, read_sources
-from jaxserve.bench.target import RequestFailedError, Stream
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load.load import Record, Run, run_load
+from jaxserve.bench.load.metrics import measure, parse_slo, percentile
+from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.workload.plan import PlannedRequest, plan, read_sources
+from jaxserve.bench.workload.workload import Workload
 from tests.bench.fake_server import FakeModel, FakeTarget
 
 TTFT_S, TPOT_S = 0.25, 0.0625  # powers of two: sums are exact

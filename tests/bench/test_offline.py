@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench.batches import run_batches
-from jaxserve.bench.metrics import measure
-from jaxserve.bench.offline import joined, offline_workload, plan_offline, run_offline
-from jaxserve.bench.workload import load_workload
+from jaxserve.bench.load.metrics import measure
+from jaxserve.bench.local.batches import run_batches
+from jaxserve.bench.local.offline import joined, offline_workload, plan_offline, run_offline
+from jaxserve.bench.workload.workload import load_workload
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.experiments.measure import measure_workload

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.session import Result, RunOptions, ServerOptions, open_session
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load.session import Result, RunOptions, ServerOptions, open_session
+from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 from jaxserve.serving.grpc_api.bench_target import open_grpc_session
 from tests.serving.fake_engine import FakeAsyncEngine

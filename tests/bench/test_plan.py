@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench import arrivals
-from jaxserve.bench.lengths import parse_lengths, read_length_file
-from jaxserve.bench.plan import plan, read_sources, to_jsonl
-from jaxserve.bench.prompts import IdPrompts, WordPrompts
-from jaxserve.bench.randomness import seeded
-from jaxserve.bench.traces import read_trace
-from jaxserve.bench.workload import Workload, load_workload
+from jaxserve.bench.workload import arrivals
+from jaxserve.bench.workload.lengths import parse_lengths, read_length_file
+from jaxserve.bench.workload.plan import plan, read_sources, to_jsonl
+from jaxserve.bench.workload.prompts import IdPrompts, WordPrompts
+from jaxserve.bench.workload.randomness import seeded
+from jaxserve.bench.workload.traces import read_trace
+from jaxserve.bench.workload.workload import Workload, load_workload
 from jaxserve.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

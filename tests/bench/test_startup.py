@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench import startup
-from jaxserve.bench.startup import BEFORE_READY, FIRST_TOKEN, measure_startup
+from jaxserve.bench.local import startup
+from jaxserve.bench.local.startup import BEFORE_READY, FIRST_TOKEN, measure_startup
 from jaxserve.config import Config, load_config
 from jaxserve.errors import BenchmarkError
 from tests.bench.test_cli import Command, command  # noqa: F401

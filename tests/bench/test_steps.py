@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench import step_run
-from jaxserve.bench.ceilings import Ceilings, measure_ceilings
-from jaxserve.bench.step_report import ENOUGH_ACCOUNTED, StepResult
-from jaxserve.bench.steps import PHASES, StepBench, StepShape, StepTimes, check_shapes, step_work
-from jaxserve.bench.stopwatch import OTHER, Stopwatch
+from jaxserve.bench.local import step_run
+from jaxserve.bench.local.ceilings import Ceilings, measure_ceilings
+from jaxserve.bench.local.step_report import ENOUGH_ACCOUNTED, StepResult
+from jaxserve.bench.local.steps import PHASES, StepBench, StepShape, StepTimes, check_shapes, step_work
+from jaxserve.bench.local.stopwatch import OTHER, Stopwatch
 from jaxserve.config import ShardingConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import BenchmarkError, ConfigError

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.metrics import Slo, parse_slo
-from jaxserve.bench.session import Result, RunOptions, ServerInfo, Session
-from jaxserve.bench.sweep import MaxRate, Sweep, at_concurrency, at_rate, find_max_rate, run_levels
-from jaxserve.bench.target import RequestFailedError, Stream
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.load.metrics import Slo, parse_slo
+from jaxserve.bench.load.session import Result, RunOptions, ServerInfo, Session
+from jaxserve.bench.load.sweep import MaxRate, Sweep, at_concurrency, at_rate, find_max_rate, run_levels
+from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 from tests.bench.fake_server import FakeModel, FakeTarget
 

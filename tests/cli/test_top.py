@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from jaxserve.bench.buckets import Buckets
+from jaxserve.bench.load.buckets import Buckets
 from jaxserve.cli.scrape import ScrapeError, metrics_url, parse_page, read_page
 from jaxserve.cli.top import frame
 from jaxserve.errors import ConfigError

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxserve.config import DistributedConfig
-from jaxserve.engine.connections import _PUBLIC, await_all, await_leader, listen
-from jaxserve.engine.hosts import find_hosts, own_address
+from jaxserve.engine.multihost.connections import _PUBLIC, await_all, await_leader, listen
+from jaxserve.engine.multihost.hosts import find_hosts, own_address
 from jaxserve.errors import ConfigError, HostLostError
 from tests.waiting import LIMIT_S, longer_and_longer, wait_until
 
@@ -62,7 +62,7 @@ def test_hosts_that_cannot_be(config: dict[str, object], message: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _metadata_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.engine.hosts._METADATA_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr("jaxserve.engine.multihost.hosts._METADATA_TIMEOUT_S", LIMIT_S)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ import pytest
 
 from jaxserve.config import Config, load_config
 from jaxserve.engine.build import build_runner
-from jaxserve.engine.memory import Memory
-from jaxserve.engine.processes import CPU_COLLECTIVES_SINCE, Processes, join
+from jaxserve.engine.multihost.processes import CPU_COLLECTIVES_SINCE, Processes, join
+from jaxserve.engine.programs.memory import Memory
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams

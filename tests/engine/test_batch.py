@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.batch import BatchBuilder, Bucket, Buckets, make_buckets, packed_batch
-from jaxserve.engine.schedule import RankSchedule, Schedule, ScheduledSequence
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.step import unpack
+from jaxserve.engine.scheduling.schedule import RankSchedule, Schedule, ScheduledSequence
+from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.engine.step.batch import BatchBuilder, Bucket, Buckets, make_buckets, packed_batch
+from jaxserve.engine.step.function import unpack
 from jaxserve.request import Request, SamplingParams
 
 PAGE_SIZE, NUM_PAGES, MAX_SEQS, WIDTH = 4, 40, 6, 5

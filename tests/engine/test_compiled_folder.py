@@ -11,14 +11,14 @@ import jax
 import pytest
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, ShardingConfig
-from jaxserve.engine.batch import Buckets
-from jaxserve.engine.compiled_folder import CompiledFolder, ProgramRecorder, live_facts, program_name
-from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan
-from jaxserve.engine.memory import Memory
-from jaxserve.engine.program_manifest import Manifest, read_manifest, sha256
-from jaxserve.engine.programs import lower_bucket, plan_programs
-from jaxserve.engine.step import abstract_params
+from jaxserve.engine.programs.compiled_folder import CompiledFolder, ProgramRecorder, live_facts, program_name
+from jaxserve.engine.programs.manifest import Manifest, read_manifest, sha256
+from jaxserve.engine.programs.memory import Memory
+from jaxserve.engine.programs.plan import lower_bucket, plan_programs
+from jaxserve.engine.programs.pool_plan import PoolPlan
+from jaxserve.engine.step.batch import Buckets
+from jaxserve.engine.step.execution import choose_execution
+from jaxserve.engine.step.function import abstract_params
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape

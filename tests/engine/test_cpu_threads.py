@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import os
 from pathlib import Path
-from jaxserve.engine.cpu_threads import bind_compute_threads
+from jaxserve.engine.device.cpu_threads import bind_compute_threads
 assert bind_compute_threads() == [], "there are no threads before jax"
 import jax
 jax.devices()

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig, ShardingConfig
-from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import PoolPlan, plan_pool
-from jaxserve.engine.memory import Memory, _cgroup_memory
-from jaxserve.engine.programs import make_model, plan_programs
+from jaxserve.engine.programs.memory import Memory, _cgroup_memory
+from jaxserve.engine.programs.plan import make_model, plan_programs
+from jaxserve.engine.programs.pool_plan import PoolPlan, plan_pool
+from jaxserve.engine.step.execution import choose_execution
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxserve.config import CacheConfig, ShardingConfig
-from jaxserve.engine.kv_cache import PoolPlan, plan_pool
-from jaxserve.engine.memory import Memory
-from jaxserve.engine.page_mover import PAGES_A_CALL, PageMover
-from jaxserve.engine.schedule import PageMoves
+from jaxserve.engine.device.page_mover import PAGES_A_CALL, PageMover
+from jaxserve.engine.programs.memory import Memory
+from jaxserve.engine.programs.pool_plan import PoolPlan, plan_pool
+from jaxserve.engine.scheduling.schedule import PageMoves
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS, KVPool
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.engine.device.runner import DeviceRunner
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import DeviceRunner
 from jaxserve.models.spec import LayerSpec
 from jaxserve.request import SamplingParams
 from tests.engine.tiny import MAX_POSITION, run, tiny_engine, tiny_spec

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.sampler import SamplingArrays, sample
+from jaxserve.engine.step.sampler import SamplingArrays, sample
 
 OFF = np.iinfo(np.int32).max
 

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxserve.config import ShardingConfig
-from jaxserve.engine import split_sampler
-from jaxserve.engine.sampler import SamplingArrays, sample
-from jaxserve.engine.split_sampler import NUM_CANDIDATES, sample_split
+from jaxserve.engine.step import split_sampler
+from jaxserve.engine.step.sampler import SamplingArrays, sample
+from jaxserve.engine.step.split_sampler import NUM_CANDIDATES, sample_split
 from jaxserve.mesh import REPLICATED, make_layout
 from jaxserve.mesh_shape import MODEL, MeshShape
 from tests.engine.test_sampler import arrays

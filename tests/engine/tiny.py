@@ -6,13 +6,13 @@ import dataclasses
 from typing import Literal
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig, ShardingConfig
-from jaxserve.engine.batch import make_buckets, table_width
+from jaxserve.engine.device.runner import DeviceRunner
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.execution import choose_execution
-from jaxserve.engine.kv_cache import plan_pool
-from jaxserve.engine.memory import Memory
-from jaxserve.engine.programs import make_model
-from jaxserve.engine.runner import DeviceRunner
+from jaxserve.engine.programs.memory import Memory
+from jaxserve.engine.programs.plan import make_model
+from jaxserve.engine.programs.pool_plan import plan_pool
+from jaxserve.engine.step.batch import make_buckets, table_width
+from jaxserve.engine.step.execution import choose_execution
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.schedule import RunnerCosts, Schedule
+from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 EOS = 256

@@ -12,8 +12,8 @@ import pytest
 
 from jaxserve.config import CacheConfig, Config, SchedulerConfig, ServerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.expiry import Expiry
-from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.requests.expiry import Expiry
+from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxserve.errors import ConfigError, DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError, QuotaExceededError
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 from jaxserve.tenants import TenantLimits, read_tenants

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from jaxserve.config import SchedulerConfig, ShardingConfig
-from jaxserve.engine.chunking import Chunking, ContextCost, context_cost, make_chunking
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.scheduling.chunking import Chunking, ContextCost, context_cost, make_chunking
+from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 from jaxserve.plan.roofline import Split, rank_work

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from jaxserve.config import Config, EngineConfig, ModelConfig
 from jaxserve.engine.engine import Engine, fold_seed
-from jaxserve.engine.params import resolve_params
+from jaxserve.engine.requests.params import resolve_params
 from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError, ReaderTimeoutError
 from jaxserve.request import RequestOutput, SamplingParams, Usage
 from tests.engine_host.fakes import EOS, VOCAB_SIZE, FakeRunner, FakeTokenizer, fake_engine, fake_spec, plain_run, scripted

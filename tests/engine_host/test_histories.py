@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.engine.chunking import Chunking, ContextCost
-from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
-from jaxserve.engine.schedule import RunnerCosts, Schedule
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence, SequenceStatus
+from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.scheduling.chunking import Chunking, ContextCost
+from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxserve.request import Request, RequestOptions, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, plain_run
 

@@ -10,13 +10,13 @@ from typing import Literal
 import pytest
 
 from jaxserve.config import CacheConfig, Config, SchedulerConfig
-from jaxserve.engine.batch import BatchBuilder, make_buckets
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
-from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
-from jaxserve.engine.schedule import Schedule
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.scheduling.schedule import Schedule
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.engine.step.batch import BatchBuilder, make_buckets
 from jaxserve.request import Request, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_spec
 

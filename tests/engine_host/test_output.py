@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.engine.output import Delta, OutputProcessor, StopMatcher
+from jaxserve.engine.requests.output import Delta, OutputProcessor, StopMatcher
 from jaxserve.request import SamplingParams
 from tests.engine_host.fakes import EOS, SPECIAL, FakeTokenizer
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.engine.page_pool import PagePool
-from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
-from jaxserve.engine.prefix_cache.hashed import HashedPrefixCache
-from jaxserve.engine.prefix_cache.interface import CachePath, Match, PrefixCache, make_namespace
-from jaxserve.engine.prefix_cache.radix import RadixPrefixCache
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.pages.pool import PagePool
+from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.pages.prefix_cache.hashed import HashedPrefixCache
+from jaxserve.engine.pages.prefix_cache.interface import CachePath, Match, PrefixCache, make_namespace
+from jaxserve.engine.pages.prefix_cache.radix import RadixPrefixCache
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.request import Request, RequestOptions, SamplingParams
 from tests.engine_host.fakes import FakeRunner, plain_run
 
@@ -159,7 +159,7 @@ class TestEviction:
             num_pops += 1
             return heapq.heappop(heap)
 
-        monkeypatch.setattr("jaxserve.engine.prefix_cache.lru.heappop", counted)
+        monkeypatch.setattr("jaxserve.engine.pages.prefix_cache.lru.heappop", counted)
         for _ in range(300):
             cache.evict(1)
         assert num_pops <= 300 + 5 * 100

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.engine.queue_policy import FairQueue
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence
-from jaxserve.engine.waiting_queue import WaitingQueue
+from jaxserve.engine.scheduling.queue_policy import FairQueue
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.engine.scheduling.waiting_queue import WaitingQueue
 from jaxserve.request import Request, RequestOptions, SamplingParams
 
 

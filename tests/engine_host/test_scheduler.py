@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.engine.page_pool import PagePool
-from jaxserve.engine.prefix_cache.choice import choose_prefix_cache
-from jaxserve.engine.schedule import RunnerCosts, Schedule
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.sequence import Sequence, SequenceStatus
-from jaxserve.engine.waiting_queue import WaitingQueue
+from jaxserve.engine.pages.pool import PagePool
+from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
+from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
+from jaxserve.engine.scheduling.waiting_queue import WaitingQueue
 from jaxserve.request import Request, SamplingParams
 from tests.engine_host.fakes import FakeRunner, plain_run
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.config import SchedulerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.schedule import Schedule
+from jaxserve.engine.scheduling.schedule import Schedule
 from jaxserve.errors import OverloadedError, QuotaExceededError
 from jaxserve.request import RequestOptions, RequestOutput, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine

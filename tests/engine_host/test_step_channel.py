@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 import pytest
 
-from jaxserve.engine.connections import admit, call, listen
-from jaxserve.engine.schedule import NO_MOVES, PageMoves
-from jaxserve.engine.step_channel import SECRET_BYTES, StepMessage, StepReceiver, StepSender, Times
+from jaxserve.engine.multihost.connections import admit, call, listen
+from jaxserve.engine.multihost.step_channel import SECRET_BYTES, StepReceiver, StepSender, Times
+from jaxserve.engine.scheduling.schedule import NO_MOVES, PageMoves
+from jaxserve.engine.step.batch import StepMessage
 from jaxserve.errors import HostLostError
 from tests.waiting import LIMIT_S, longer_and_longer
 

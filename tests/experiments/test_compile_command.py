@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.kernels_pallas.targets import missing
+from jaxserve.kernels_pallas.proof.targets import missing
 from tests.experiments.tiny_checkpoint import tiny_checkpoint
 from tests.loading.builders import tiny_config
 

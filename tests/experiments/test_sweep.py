@@ -24,7 +24,7 @@ from jaxserve.experiments.file import Cell, Experiment, read_experiment
 from jaxserve.experiments.results import Result, Results, held, read_results
 from jaxserve.experiments.summary import summary, write_summary
 from jaxserve.experiments.sweep import CellFailedError, process_runner, run_sweep
-from jaxserve.kernels_pallas.targets import missing
+from jaxserve.kernels_pallas.proof.targets import missing
 from tests.experiments.tiny_checkpoint import tiny_checkpoint
 from tests.loading.builders import tiny_config
 from tests.waiting import wait_until

@@ -9,7 +9,7 @@ from unittest import mock
 
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.kernels_pallas.checked import check_case
+from jaxserve.kernels_pallas.proof.checked import check_case
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_write import write_windows
 

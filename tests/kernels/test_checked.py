@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jaxserve.kernels_pallas.check import QUICK_CHECKED
-from jaxserve.kernels_pallas.checked import small_cases
+from jaxserve.kernels_pallas.proof.check import QUICK_CHECKED
+from jaxserve.kernels_pallas.proof.checked import small_cases
 
 
 def run(module, *arguments, time_limit_s):
@@ -32,13 +32,13 @@ def test_seeded_bugs_are_caught(bug, found):
 
 def test_kernels_are_clean():
     names = QUICK_CHECKED[:3]
-    results = run("jaxserve.kernels_pallas.checked", *names, time_limit_s=300)
+    results = run("jaxserve.kernels_pallas.proof.checked", *names, time_limit_s=300)
     assert {result["name"] for result in results} == set(names)
     assert all(result["problem"] is None for result in results), results
 
 
 @pytest.mark.slow
 def test_kernels_are_clean_on_all_small_cases():
-    results = run("jaxserve.kernels_pallas.checked", time_limit_s=1200)
+    results = run("jaxserve.kernels_pallas.proof.checked", time_limit_s=1200)
     assert len(results) == len(small_cases()) > 30
     assert all(result["problem"] is None for result in results), results

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from jaxserve.kernels_pallas import targets
-from jaxserve.kernels_pallas.check import compile_cells
-from jaxserve.kernels_pallas.compiling import large_copies
+from jaxserve.kernels_pallas.proof import targets
+from jaxserve.kernels_pallas.proof.check import compile_cells
+from jaxserve.kernels_pallas.proof.compiling import large_copies
 
 
 def needs(target):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.kernels_pallas import numerics
+from jaxserve.kernels_pallas.proof import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES, make_inputs
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import ShardingConfig
-from jaxserve.engine.batch import Bucket
-from jaxserve.engine.step import Carry, attention_problem, make_step
-from jaxserve.kernels_pallas.compiling import compile_report, device_of, place
+from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.function import Carry, attention_problem, make_step
+from jaxserve.kernels_pallas.proof.compiling import compile_report, device_of, place
+from jaxserve.kernels_pallas.proof.targets import TPU_TOPOLOGIES
 from jaxserve.kernels_pallas.ragged_paged_attention.api import PoolShape, choose_implementation
-from jaxserve.kernels_pallas.targets import TPU_TOPOLOGIES
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.loading.specs import open_spec

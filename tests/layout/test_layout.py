@@ -68,7 +68,7 @@ def test_no_module_shadows_the_standard_library() -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        "jaxserve.engine.scheduler, jaxserve.engine.page_pool, jaxserve.engine.sequence, jaxserve.engine.schedule",
+        "jaxserve.engine.scheduling.scheduler, jaxserve.engine.pages.pool, jaxserve.engine.scheduling.sequence, jaxserve.engine.scheduling.schedule",
         "jaxserve.config, jaxserve.platform, jaxserve.log",
     ],
 )

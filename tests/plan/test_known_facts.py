@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.config import load_config
-from jaxserve.kernels_pallas import targets
+from jaxserve.kernels_pallas.proof import targets
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.planner import Question, plan_layouts

@@ -18,8 +18,8 @@ from jaxserve.cli.scrape import Reading, parse_page
 from jaxserve.config import Config, SchedulerConfig, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.meter import Histogram, Meter
-from jaxserve.engine.sequence import Sequence
+from jaxserve.engine.observation.meter import Histogram, Meter
+from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.request import Request, SamplingParams
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc

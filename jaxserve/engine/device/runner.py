@@ -1,0 +1,211 @@
+"""Runs schedules on the device: compiles the step for every bucket, owns parameters, pool and carry, and hands batches over without waiting."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.device.page_mover import PAGES_A_CALL, PageMover
+from jaxserve.engine.programs.compiled_folder import CompileProgram, compile_program
+from jaxserve.engine.programs.plan import compile_all, lower_bucket
+from jaxserve.engine.programs.pool_plan import PoolPlan
+from jaxserve.engine.scheduling.schedule import PageMoves, RunnerCosts, Schedule
+from jaxserve.engine.step.batch import BatchBuilder, Bucket, Buckets, StepMessage, packed_batch
+from jaxserve.engine.step.function import abstract_carry
+from jaxserve.errors import EngineDeadError
+from jaxserve.mesh import EACH_RANK
+from jaxserve.models.model import Model
+from jaxserve.models.params import Params
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceStep:
+    """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own."""
+
+    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, num_rows: Sequence[int], on_failure: Callable[[Exception], None]) -> None:
+        self._token_ids_RB = token_ids_RB
+        self.num_bucket_tokens = bucket.num_tokens * len(num_rows)
+        self.num_bucket_sequences = bucket.num_rows * len(num_rows)
+        self._num_rows = num_rows
+        self._on_failure = on_failure
+
+    def fetch(self) -> list[int]:
+        """Waits for the step and returns one token id for each scheduled sequence, rank by rank."""
+        try:
+            ranks = np.asarray(self._token_ids_RB).reshape(len(self._num_rows), -1)
+        except Exception as error:
+            self._on_failure(error)
+            raise
+        return [token_id for rank, num_rows in zip(ranks, self._num_rows, strict=True) for token_id in rank[:num_rows].tolist()]
+
+
+class DeviceRunner:
+    """See ``schedule.Runner``.
+
+    Args:
+        model: What to run.
+        params: Its parameters, on the devices of the pool's mesh.
+        pool_plan: The KV pool to allocate, and the mesh.
+        buckets: The shapes to compile for.
+        max_num_seqs: Sequence slots of a data rank.
+        num_host_pages: Pages of host memory for each data rank's swapped pages; 0 swaps nothing.
+        compile_program: Compiles a bucket's step, or finds it compiled.
+        on_step: Told of each step before it runs: the other processes run it too.
+
+    Attributes:
+        num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        pool_plan: PoolPlan,
+        buckets: Buckets,
+        *,
+        max_num_seqs: int,
+        num_host_pages: int = 0,
+        compile_program: CompileProgram = compile_program,
+        on_step: Callable[[StepMessage], None] | None = None,
+    ) -> None:
+        self.num_ranks = pool_plan.layout.shape.data
+        self.num_pages = pool_plan.shape.num_pages
+        self.page_size = pool_plan.shape.page_size
+        self.max_num_seqs = max_num_seqs
+        self.num_host_pages = num_host_pages
+        self.token_buckets = buckets.mixed_tokens
+        self.can_copy_pages = True
+        self.page_bytes = pool_plan.page_bytes
+        self.costs: RunnerCosts | None = None
+        self.is_compiling = False
+        self.num_late_compiles = 0
+        self.buckets = buckets
+        self._bucket_index = {bucket: index for index, bucket in enumerate(buckets.all())}
+        self._model = model
+        self.layout = pool_plan.layout
+        self._params = params
+        self._pool_plan = pool_plan
+        self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs, num_ranks=self.num_ranks)
+        self._mover = PageMover(pool_plan, num_host_pages)
+        self._compile_program = compile_program
+        self._on_step = on_step
+        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self._warm = False
+        self._reset()
+
+    @property
+    def num_programs(self) -> int:
+        """See ``schedule.Runner``."""
+        return len(self._compiled)
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every bucket, and measures what swapping costs.
+
+        Args:
+            progress: Called with the number of buckets done and of all.
+        """
+        started = time.monotonic()
+        compile_all(self.buckets, self._compile, progress)
+        self._mover.warmup()
+        if self.num_host_pages:
+            self.costs = self._measure_costs()
+        self._warm = True
+        logger.info("compiled %d buckets in %.1f s", self.num_programs, time.monotonic() - started)
+
+    def dispatch(self, schedule: Schedule) -> DeviceStep:
+        """Starts one step. If it fails, here or in ``fetch``, the pool's content is lost and a fresh one takes its place."""
+        bucket, packed = self._builder.build(schedule)
+        moves = [rank.moves for rank in schedule.ranks]
+        if self._on_step is not None:
+            self._on_step(StepMessage(self._bucket_index[bucket], packed, moves))
+        token_ids_RB = self.execute(bucket, packed, moves)
+        return DeviceStep(token_ids_RB, bucket, [len(rank.sequences) for rank in schedule.ranks], self._fail)
+
+    def execute(self, bucket: Bucket, packed_RX: np.ndarray, moves: Sequence[PageMoves]) -> jax.Array:
+        """Starts one step from its packed batch: what each of several processes does.
+
+        Returns:
+            ``[ranks * B]`` The sampled tokens, under way.
+
+        Raises:
+            EngineDeadError: It failed, and there are other processes, which cannot be put right from here.
+        """
+        compiled = self._compiled.get(bucket)
+        if compiled is None:
+            if self._warm:
+                self.num_late_compiles += 1
+                logger.warning("compiling %s in the middle of serving: warm-up missed it", bucket)
+            self.is_compiling = True
+            try:
+                compiled = self._compile(bucket)
+            finally:
+                self.is_compiling = False
+        try:
+            if any(moves):
+                self._pool = self._mover.apply(self._pool, moves)
+            packed = self.layout.from_host(packed_RX, EACH_RANK)
+            self._pool, self._carry, token_ids_RB = compiled(self._params, self._pool, self._carry, packed)
+        except Exception as error:
+            self._fail(error)
+            raise
+        return token_ids_RB
+
+    def temp_bytes(self) -> dict[Bucket, int]:
+        """Bytes of temporaries of each compiled bucket."""
+        analyses = {bucket: compiled.memory_analysis() for bucket, compiled in self._compiled.items()}
+        return {bucket: analysis.temp_size_in_bytes for bucket, analysis in analyses.items() if analysis is not None}
+
+    def programs_sha256(self) -> str:
+        """Of the text of all compiled steps: the same where the same is run."""
+        texts = [f"{bucket}\n{self._compiled[bucket].as_text()}" for bucket in sorted(self._compiled)]
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        compiled = self._compile_program(lower_bucket(self._model, self._params, self._pool_plan, bucket, max_num_seqs=self.max_num_seqs), bucket)
+        self._compiled[bucket] = compiled
+        return compiled
+
+    def _measure_costs(self) -> RunnerCosts:
+        """Times a full prefill step and swaps of pages, on a pool that holds nothing yet. The fastest of three each."""
+        bucket = max((bucket for bucket in self.buckets.all() if not bucket.decode_only), key=lambda bucket: bucket.num_tokens)
+        num_tokens = min(bucket.num_tokens, self.num_pages * self.page_size, bucket.table_width * self.page_size)
+        packed = packed_batch(bucket, num_rows=1, query_len=num_tokens, context_len=num_tokens, page_size=self.page_size, num_ranks=self.num_ranks)
+        pages = [(page, page) for page in range(min(PAGES_A_CALL, self.num_pages, self.num_host_pages))]
+        moves = [PageMoves(swap_outs=tuple(pages), swap_ins=tuple(pages))] * self.num_ranks
+
+        def prefill() -> None:
+            self._pool, self._carry, token_ids_RB = self._compiled[bucket](self._params, self._pool, self._carry, packed)
+            token_ids_RB.block_until_ready()
+
+        def swap() -> None:
+            self._pool = jax.block_until_ready(self._mover.apply(self._pool, moves))
+
+        def fastest(run: Callable[[], None]) -> float:
+            seconds: list[float] = []
+            for _ in range(3):
+                started = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - started)
+            return min(seconds)
+
+        return RunnerCosts(token_s=fastest(prefill) / num_tokens, page_swap_s=fastest(swap) / (2 * len(pages)))
+
+    def _fail(self, error: Exception) -> None:
+        if self.layout.is_multi_process:
+            raise EngineDeadError(f"a step failed on one of several processes: {error}") from error
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pool: Any = None  # Before the new one is made: there may be no room for two.
+        self._pool = self._pool_plan.allocate()
+        carry = abstract_carry(self.max_num_seqs, self.layout)
+        shardings = jax.tree.map(lambda array: array.sharding, carry)
+        self._carry = jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), carry), out_shardings=shardings)()

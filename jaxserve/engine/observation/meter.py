@@ -1,0 +1,219 @@
+"""What an engine measures while it serves: histograms as plain numbers. A token costs one comparison; imports no jax and knows no metrics library."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import get_args
+
+from jaxserve.engine.scheduling.schedule import PendingStep, Schedule
+from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.request import FinishReason, RequestTimes
+
+TOKEN_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+"""Of times between tokens and of steps."""
+HOST_BOUNDS_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+REQUEST_BOUNDS_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+"""Of times that hang on a whole prompt, a queue or an answer."""
+COUNT_BOUNDS = tuple(float(2**power) for power in range(20))
+"""Of tokens and sequences."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """A histogram at one moment.
+
+    Args:
+        bounds: Upper ends of all buckets but the last, which has none; a value equal to a bound lies below it.
+        counts: Values in each bucket, one more than there are bounds.
+        total: Sum of the values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def num_values(self) -> int:
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts values in fixed buckets. Written by one thread, read by any.
+
+    Args:
+        bounds: Ascending; see :class:`HistogramSnapshot`.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Counts a value, ``count`` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._total += value * count
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Measurements:
+    """All histograms at one moment; times in seconds.
+
+    Args:
+        queue_s: From arrival to the first step; of each request that came to run.
+        prefill_s: From the first step to the first token; of each request that got one.
+        first_token_s: TTFT: from arrival to the first token; likewise.
+        inter_token_s: ITL: between one token of a request and the next; of each token but the first, and the first after a pause.
+        decode_s: From the first token to the last, without the time between two tokens in which it was paused; of each ended request with a ``per_token_s``.
+        per_token_s: TPOT: the same, divided by the tokens of which ``inter_token_s`` tells.
+        end_to_end_s: From arrival to the end, by the reason of the end; of every request that was taken and has ended.
+        prompt_tokens: Of each such request.
+        generated_tokens: Of each such request.
+        step_s: Steps of the engine: scheduling, device and output together.
+        step_host_s: Those parts of a step in which the device was not waited for.
+        step_sequences: Sequences of a step.
+        step_tokens: Tokens of a step.
+        bucket_sequences: Sequences that the step was compiled for, of all data ranks.
+        bucket_tokens: Tokens that it was compiled for; what ``step_tokens`` leaves of them is padding.
+    """
+
+    queue_s: HistogramSnapshot
+    prefill_s: HistogramSnapshot
+    first_token_s: HistogramSnapshot
+    inter_token_s: HistogramSnapshot
+    decode_s: HistogramSnapshot
+    per_token_s: HistogramSnapshot
+    end_to_end_s: Mapping[FinishReason, HistogramSnapshot]
+    prompt_tokens: HistogramSnapshot
+    generated_tokens: HistogramSnapshot
+    step_s: HistogramSnapshot
+    step_host_s: HistogramSnapshot
+    step_sequences: HistogramSnapshot
+    step_tokens: HistogramSnapshot
+    bucket_sequences: HistogramSnapshot
+    bucket_tokens: HistogramSnapshot
+
+
+class Meter:
+    """Takes the times that the engine's one clock gives. ``snapshot`` may be called from any thread, all else from the engine's."""
+
+    def __init__(self) -> None:
+        self._queue_s = Histogram(REQUEST_BOUNDS_S)
+        self._prefill_s = Histogram(REQUEST_BOUNDS_S)
+        self._first_token_s = Histogram(REQUEST_BOUNDS_S)
+        self._inter_token_s = Histogram(TOKEN_BOUNDS_S)
+        self._decode_s = Histogram(REQUEST_BOUNDS_S)
+        self._per_token_s = Histogram(TOKEN_BOUNDS_S)
+        self._end_to_end_s: dict[FinishReason, Histogram] = {reason: Histogram(REQUEST_BOUNDS_S) for reason in get_args(FinishReason)}
+        self._prompt_tokens = Histogram(COUNT_BOUNDS)
+        self._generated_tokens = Histogram(COUNT_BOUNDS)
+        self._step_s = Histogram(TOKEN_BOUNDS_S)
+        self._step_host_s = Histogram(HOST_BOUNDS_S)
+        self._step_sequences = Histogram(COUNT_BOUNDS)
+        self._step_tokens = Histogram(COUNT_BOUNDS)
+        self._bucket_sequences = Histogram(COUNT_BOUNDS)
+        self._bucket_tokens = Histogram(COUNT_BOUNDS)
+        self._last_tokens_s = 0.0
+
+    def tokens(self, sequences: SequenceOf[Sequence], now_s: float) -> None:
+        """Notes that each of these has one more token.
+
+        Most of a step's sequences also had one in the step before: their intervals are the same one, which is counted at once.
+        """
+        previous_s, num_steady = self._last_tokens_s, 0
+        for sequence in sequences:
+            last_s = sequence.last_token_s
+            if last_s == previous_s:
+                num_steady += 1
+            elif last_s is None:
+                self._token_after_none(sequence, now_s)
+            else:
+                self._inter_token_s.observe(now_s - last_s)
+            sequence.last_token_s = now_s
+        if num_steady:
+            self._inter_token_s.observe(now_s - previous_s, num_steady)
+        self._last_tokens_s = now_s
+
+    def pause(self, sequence: Sequence) -> None:
+        """Notes that a sequence stands still because of its reader: the time until its next token says nothing of the engine."""
+        if sequence.last_token_s is not None:
+            sequence.paused_token_s, sequence.last_token_s = sequence.last_token_s, None
+
+    def step(self, schedule: Schedule, step: PendingStep, *, total_s: float, wait_s: float) -> None:
+        """Notes a step that did not fail.
+
+        Args:
+            schedule: What ran.
+            step: What it was padded to.
+            total_s: How long all of it took, scheduling and output included.
+            wait_s: How long of this the device was waited for.
+        """
+        self._step_s.observe(total_s)
+        self._step_host_s.observe(total_s - wait_s)
+        self._step_sequences.observe(sum(len(rank.sequences) for rank in schedule.ranks))
+        self._step_tokens.observe(sum(rank.num_tokens for rank in schedule.ranks))
+        self._bucket_sequences.observe(step.num_bucket_sequences)
+        self._bucket_tokens.observe(step.num_bucket_tokens)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now_s: float) -> RequestTimes:
+        """Notes the end of a request, and tells its times."""
+        arrival_s = sequence.request.arrival_s
+        self._end_to_end_s[reason].observe(now_s - arrival_s)
+        self._prompt_tokens.observe(sequence.num_prompt_tokens)
+        self._generated_tokens.observe(sequence.num_generated_tokens)
+        if sequence.first_token_s is None and sequence.scheduled_s is not None:
+            self._queue_s.observe(sequence.scheduled_s - arrival_s)
+        times = RequestTimes(
+            arrival_s=arrival_s,
+            scheduled_s=sequence.scheduled_s,
+            first_token_s=sequence.first_token_s,
+            last_token_s=sequence.paused_token_s if sequence.last_token_s is None else sequence.last_token_s,
+            finished_s=now_s,
+            num_gaps=sequence.num_gaps,
+            gaps_s=sequence.gaps_s,
+        )
+        decode_s, per_token_s = times.decode_s, times.per_token_s(sequence.num_generated_tokens)
+        if decode_s is not None and per_token_s is not None:
+            self._decode_s.observe(decode_s)
+            self._per_token_s.observe(per_token_s)
+        return times
+
+    def snapshot(self) -> Measurements:
+        return Measurements(
+            queue_s=self._queue_s.snapshot(),
+            prefill_s=self._prefill_s.snapshot(),
+            first_token_s=self._first_token_s.snapshot(),
+            inter_token_s=self._inter_token_s.snapshot(),
+            decode_s=self._decode_s.snapshot(),
+            per_token_s=self._per_token_s.snapshot(),
+            end_to_end_s={reason: histogram.snapshot() for reason, histogram in self._end_to_end_s.items()},
+            prompt_tokens=self._prompt_tokens.snapshot(),
+            generated_tokens=self._generated_tokens.snapshot(),
+            step_s=self._step_s.snapshot(),
+            step_host_s=self._step_host_s.snapshot(),
+            step_sequences=self._step_sequences.snapshot(),
+            step_tokens=self._step_tokens.snapshot(),
+            bucket_sequences=self._bucket_sequences.snapshot(),
+            bucket_tokens=self._bucket_tokens.snapshot(),
+        )
+
+    def _token_after_none(self, sequence: Sequence, now_s: float) -> None:
+        """Notes a sequence's first token, or its first after a pause."""
+        if sequence.paused_token_s is not None:
+            sequence.num_gaps += 1
+            sequence.gaps_s += now_s - sequence.paused_token_s
+            return
+        arrival_s, scheduled_s = sequence.request.arrival_s, sequence.scheduled_s
+        assert scheduled_s is not None
+        sequence.first_token_s = now_s
+        self._queue_s.observe(scheduled_s - arrival_s)
+        self._prefill_s.observe(now_s - scheduled_s)
+        self._first_token_s.observe(now_s - arrival_s)

@@ -1,0 +1,24 @@
+"""From the configuration's name of a prefix cache to the caches of an engine's data ranks. Imports no jax."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+from jaxserve.engine.pages.pool import PagePool
+from jaxserve.engine.pages.prefix_cache.hashed import HashedPrefixCache
+from jaxserve.engine.pages.prefix_cache.interface import NoPrefixCache, PrefixCache
+from jaxserve.engine.pages.prefix_cache.radix import RadixPrefixCache
+
+MakePrefixCache = Callable[[PagePool], PrefixCache]
+
+
+def choose_prefix_cache(name: Literal["radix", "hash", "off"]) -> MakePrefixCache:
+    """What makes the prefix cache of a rank's pool. Those of one engine agree on the digests that a sequence keeps."""
+    if name == "radix":
+        return RadixPrefixCache
+    if name == "off":
+        return lambda _: NoPrefixCache()
+    secret = os.urandom(32)
+    return lambda pool: HashedPrefixCache(pool, secret)

@@ -1,0 +1,147 @@
+"""What an engine compiles: the model on its mesh, the sized pool, the buckets and their steps, for devices at hand as for chips that are not here."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+
+from jaxserve.config import Config
+from jaxserve.engine.programs.memory import Memory
+from jaxserve.engine.programs.pool_plan import PoolPlan, device_pool_shape, plan_pool
+from jaxserve.engine.step.batch import Bucket, Buckets, make_buckets, table_width
+from jaxserve.engine.step.execution import Execution
+from jaxserve.engine.step.function import abstract_carry, attention_problem, lower_step, make_step
+from jaxserve.errors import ConfigError
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, choose_implementation
+from jaxserve.mesh import Layout
+from jaxserve.mesh_shape import MeshShape
+from jaxserve.models.model import Model, build_model
+from jaxserve.models.params import Params
+from jaxserve.models.sharding import check_layout, fit_kv_heads
+from jaxserve.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+def plan_programs(
+    config: Config, model: Model, execution: Execution, layout: Layout, *, max_model_len: int, memory: Memory
+) -> tuple[PoolPlan, Buckets]:  # fmt: skip
+    """The pool, and the shapes to compile for.
+
+    Args:
+        config: The configuration.
+        model: Built for the layout.
+        execution: Of the layout's platform.
+        layout: The mesh.
+        max_model_len: Most tokens of a sequence.
+        memory: Of a device, the weights being there.
+
+    Raises:
+        ConfigError: The pool does not fit, or no attention serves it.
+    """
+    width = table_width(max_model_len, config.cache.page_size)
+    buckets = make_buckets(
+        execution.token_buckets,
+        execution.sequence_buckets,
+        max_tokens=config.scheduler.max_tokens_per_step,
+        max_rows=config.scheduler.max_num_seqs,
+        table_width=width,
+    )
+    plan = plan_pool(
+        model.spec,
+        config.cache,
+        attention=_choose_attention(config, model, buckets, execution.kv_dtype, layout),
+        dtype=execution.kv_dtype,
+        table_width=width,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        memory=memory,
+        is_cpu=execution.platform == "cpu",
+        layout=layout,
+    )
+    plan = _served_pool(plan, model, buckets.all()[-1])
+    return plan, dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
+
+
+def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
+    """The model as it is split over a mesh, its KV heads repeated where the configuration allows it.
+
+    Raises:
+        ConfigError: It cannot be split so.
+    """
+    fitted = fit_kv_heads(spec, mesh, config.sharding, replicate=config.mesh.replicate_kv_heads)
+    check_layout(fitted, mesh, config.sharding)
+    if fitted.kv_repeat > 1:
+        logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
+    return fitted
+
+
+def make_model(spec: ModelSpec, config: Config, execution: Execution, layout: Layout) -> Model:
+    """The model of a checkpoint as it runs on a layout; see :func:`fit_model`."""
+    fitted = fit_model(spec, config, layout.shape)
+    return build_model(fitted, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
+
+
+def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progress: Callable[[int, int], None] | None = None) -> None:
+    """Compiles every bucket, several at a time; XLA compiles outside the interpreter lock.
+
+    Args:
+        buckets: The shapes.
+        compile_one: Compiles one and keeps it; called from several threads.
+        progress: Called with the number of buckets done and of all.
+    """
+    every = buckets.all()
+    if progress is not None:
+        progress(0, len(every))
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="compile") as executor:
+        # The largest first: they take longest, and nothing long is left for the end.
+        futures = [executor.submit(compile_one, bucket) for bucket in reversed(every)]
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()
+            if progress is not None:
+                progress(done, len(every))
+
+
+def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int) -> jax.stages.Lowered:
+    """The step of a bucket, ready to compile.
+
+    Args:
+        model: What to run.
+        params: Real, or abstract with their shardings.
+        plan: The pool and the mesh.
+        bucket: The shapes.
+        max_num_seqs: Sequence slots of a data rank.
+    """
+    step = make_step(model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout)
+    return lower_step(step, params, plan.abstract(), abstract_carry(max_num_seqs, plan.layout), bucket, plan.layout)
+
+
+def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any, layout: Layout) -> Implementation:
+    """The first implementation that serves every bucket."""
+    shape = device_pool_shape(model.spec, layout, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, dtype=kv_dtype)
+    try:
+        return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.all()))
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
+
+
+def _served_pool(plan: PoolPlan, model: Model, bucket: Bucket) -> PoolPlan:
+    """The pool, cut to what its attention serves: what that refuses for the size shows only when the size is known."""
+
+    def refusal(num_pages: int) -> str | None:
+        shape = dataclasses.replace(plan.shape, num_pages=num_pages)
+        return plan.attention.refusal(attention_problem(model, bucket, shape, plan.layout))
+
+    num_pages = plan.shape.num_pages
+    reason = refusal(num_pages)
+    if reason is None:
+        return plan
+    served = bisect.bisect_left(range(1, num_pages), True, key=lambda pages: refusal(pages) is not None)  # pages from 1 to the first that are too many
+    logger.warning("the pool has %d pages and not the %d that the memory holds, which %s does not serve: %s", served, num_pages, plan.attention.name, reason)
+    return dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, num_pages=served))

@@ -1,0 +1,194 @@
+"""The step: one pure function from parameters, pool, carry and a packed batch to the next pool, carry and sampled tokens. The runner jits it per bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int32
+
+from jaxserve.engine.step.batch import FROM_CARRY, ROW_FIELDS, Bucket
+from jaxserve.engine.step.execution import compiler_options
+from jaxserve.engine.step.sampler import SamplingArrays, sample
+from jaxserve.engine.step.split_sampler import sample_split
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, KVPool, PoolShape, Problem, RaggedBatch, make_problem, ragged_paged_attention
+from jaxserve.mesh import DATA, EACH_DEVICE, EACH_RANK, REPLICATED, Layout
+from jaxserve.models.model import Model
+from jaxserve.models.params import Params
+from jaxserve.models.sharding import param_shardings
+
+
+class Carry(NamedTuple):
+    """What stays on the device between steps because the next step may need it before the host has seen it. One entry a sequence slot, rank by rank."""
+
+    last_token: Int32[Array, "slots"]
+
+
+class StepInput(NamedTuple):
+    """A packed batch taken apart. Arrays have the bucket's shapes."""
+
+    token_ids_T: Int32[Array, "T"]
+    """``FROM_CARRY`` where the token is the last one sampled in the row's slot."""
+    row_T: Int32[Array, "T"]
+    """Row of each token; any row for padding."""
+    last_token_B: Int32[Array, "B"]
+    """Packed index of each row's last token; any for an empty row."""
+    slot_B: Int32[Array, "B"]
+    """Sequence slot of each row; out of range for an empty row."""
+    ragged: RaggedBatch
+    sampling: SamplingArrays
+
+
+Step = Callable[[Params, KVPool, Carry, Int32[Array, "R X"]], tuple[KVPool, Carry, Int32[Array, "RB"]]]
+
+
+def attention_problem(model: Model, bucket: Bucket, shape: PoolShape, layout: Layout) -> Problem:
+    """What attention has to serve in a bucket on each device.
+
+    Args:
+        model: What to run.
+        bucket: Shapes of a rank's batch.
+        shape: A device's part of the pool.
+        layout: The mesh.
+    """
+    with layout.tracing():
+        return make_problem(
+            num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=bucket.table_width, num_heads=model.spec.group_size * shape.num_kv_heads,
+            shape=shape, q_dtype=model.dtype, decode_only=bucket.decode_only,
+        )  # fmt: skip
+
+
+def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Implementation, layout: Layout) -> Step:
+    """The step of one bucket: ``step(params, pool, carry, packed_RX) -> (pool, carry, token_ids_RB)``.
+
+    Pure. Donate ``pool`` and ``carry``. Padding is inert: it writes to no page and to no slot, and no live row reads it.
+
+    On a mesh, XLA splits the model by the shardings of its parameters. What belongs to a data rank or a device alone (the batch, the pool, attention,
+    sampling) is computed by each of them on its own part: their arrays lie one after the other along the first axis.
+
+    Args:
+        model: What to run.
+        bucket: Shapes of each rank's packed batch.
+        shape: A device's part of the pool.
+        attention: Its implementation, which the pool's layout belongs to.
+        layout: The mesh and the sharding rules.
+    """
+    spec = model.spec
+    problem = attention_problem(model, bucket, shape, layout)
+    vocab_axis = layout.model_axis("vocab")
+    per_head = PartitionSpec(DATA, layout.model_axis("kv_heads"))
+
+    def read_batch(packed_1X: Array, carry: Carry) -> tuple[StepInput, Any, Array]:
+        batch = unpack(packed_1X[0], bucket, page_size=shape.page_size, num_pages=shape.num_pages)
+        work = jax.tree.map(lambda array: array[None], attention.prepare(batch.ragged, problem))  # A first axis to lie along, of arrays of any shape.
+        carried_T = carry.last_token.at[batch.slot_B[batch.row_T]].get(mode="clip")
+        return batch, work, jnp.where(batch.token_ids_T == FROM_CARRY, carried_T, batch.token_ids_T)
+
+    def attend_one(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, ragged: RaggedBatch, work: Any, layer: Any, window: Any) -> tuple[Array, KVPool]:
+        return ragged_paged_attention(
+            q_TNH, k_TKH, v_TKH, pool, ragged, jax.tree.map(lambda array: array[0], work), shape=shape, layer=layer, window=window,
+            scale=spec.attention_scale, soft_cap=spec.attention_soft_cap, decode_only=bucket.decode_only, implementation=attention,
+        )  # fmt: skip
+
+    def choose_tokens(logits_BV: Array, batch: StepInput, carry: Carry) -> tuple[Carry, Array]:
+        token_ids_B = sample(logits_BV, batch.sampling) if vocab_axis is None else sample_split(logits_BV, batch.sampling, vocab_axis)
+        carry = Carry(carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop"))
+        # The leader of several processes sees its own devices only.
+        return carry, lax.all_gather(token_ids_B, DATA, tiled=True) if layout.is_multi_process else token_ids_B
+
+    read_batches = layout.map_devices(read_batch, in_specs=(EACH_RANK, EACH_RANK), out_specs=EACH_RANK)
+    attend_all = layout.map_devices(
+        attend_one,
+        in_specs=(per_head, per_head, per_head, EACH_DEVICE, EACH_RANK, EACH_RANK, REPLICATED, REPLICATED),
+        out_specs=(per_head, EACH_DEVICE),
+    )
+    take_rows = layout.map_devices(lambda x_TD, index_B: x_TD[index_B], in_specs=(EACH_RANK, EACH_RANK), out_specs=EACH_RANK)
+    chosen_by = REPLICATED if layout.is_multi_process else EACH_RANK
+    choose_all_tokens = layout.map_devices(choose_tokens, in_specs=(PartitionSpec(DATA, vocab_axis), EACH_RANK, EACH_RANK), out_specs=(EACH_RANK, chosen_by))
+
+    def step(params: Params, pool: KVPool, carry: Carry, packed_RX: Array) -> tuple[KVPool, Carry, Array]:
+        batch, work, token_ids_T = read_batches(packed_RX, carry)
+
+        def attend(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, layer: Array | int, window: Array | int) -> tuple[Array, KVPool]:
+            return attend_all(q_TNH, k_TKH, v_TKH, pool, batch.ragged, work, layer, window)
+
+        x_TD, pool = model.forward(params, token_ids_T, batch.ragged.positions_T, pool, attend)
+        logits_BV = model.logits(params, take_rows(x_TD, batch.last_token_B))
+        carry, token_ids_B = choose_all_tokens(logits_BV, batch, carry)
+        # Said once more for XLA, which otherwise brings the tokens of all data ranks together.
+        return pool, carry, lax.with_sharding_constraint(token_ids_B, layout.sharding(chosen_by))
+
+    return step
+
+
+def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pages: int) -> StepInput:
+    """Takes a packed batch apart. What follows from lengths and page tables is computed here, not sent.
+
+    Args:
+        packed: As ``batch.BatchBuilder`` writes it.
+        bucket: Its shapes.
+        page_size: Slots of one page.
+        num_pages: Pages of one layer; the slot of a padding token is ``num_pages * page_size``.
+    """
+    T, B = bucket.num_tokens, bucket.num_rows
+    rows = packed[2 + T :].reshape(B, -1)
+    query_len_B, context_len_B, slot_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B = (rows[:, column] for column in range(len(ROW_FIELDS)))
+    table_BM = rows[:, len(ROW_FIELDS) :]
+    query_ends_B = jnp.cumsum(query_len_B)
+    query_starts_B1 = jnp.concatenate([jnp.zeros(1, jnp.int32), query_ends_B])
+    token_T = jnp.arange(T, dtype=jnp.int32)
+    row_T = jnp.searchsorted(query_ends_B, token_T, side="right").astype(jnp.int32)
+    live_T = row_T < B
+    row_T = jnp.minimum(row_T, B - 1)
+    position_T = jnp.where(live_T, (context_len_B - query_ends_B)[row_T] + token_T, 0)
+    slots_T = jnp.where(live_T, table_BM[row_T, position_T // page_size] * page_size + position_T % page_size, num_pages * page_size)
+    ragged = RaggedBatch(context_len_B, query_starts_B1, table_BM, slots_T, position_T, packed[:2])
+
+    def as_float(column: Array) -> Array:
+        return lax.bitcast_convert_type(column, jnp.float32)
+
+    temperature_B, top_p_B, min_p_B = as_float(temperature_B), as_float(top_p_B), as_float(min_p_B)
+    # The filters of one row make the sampler search for the thresholds of all; those of a greedy or an empty row would do so for nothing.
+    draws_B = temperature_B > 0
+    sampling = SamplingArrays(
+        temperature_B=temperature_B,
+        top_k_B=jnp.where(draws_B, top_k_B, jnp.iinfo(jnp.int32).max),
+        top_p_B=jnp.where(draws_B, top_p_B, 1.0),
+        min_p_B=jnp.where(draws_B, min_p_B, 0.0),
+        seed_B=lax.bitcast_convert_type(seed_B, jnp.uint32),
+        position_B=context_len_B,
+    )
+    return StepInput(packed[2 : 2 + T], row_T, jnp.maximum(query_ends_B - 1, 0), slot_B, ragged, sampling)
+
+
+def abstract_params(model: Model, layout: Layout) -> Params:
+    """The parameters as abstract arrays, each with its sharding."""
+    shardings = param_shardings(model.spec, model.layers, layout)
+    return jax.tree.map(lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), model.abstract_params(), shardings)
+
+
+def abstract_carry(max_num_seqs: int, layout: Layout) -> Carry:
+    """The carry as an abstract array with its sharding; ``max_num_seqs`` slots a rank."""
+    slots: Any = jax.ShapeDtypeStruct((layout.shape.data * max_num_seqs,), jnp.int32, sharding=layout.sharding(EACH_RANK))
+    return Carry(slots)
+
+
+def lower_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: Bucket, layout: Layout) -> jax.stages.Lowered:
+    """Lowers a step for a bucket, with pool and carry donated.
+
+    Args:
+        step: From :func:`make_step`.
+        params: Abstract or real arrays, as pool and carry, with their shardings on the layout's mesh.
+        pool: The KV pool.
+        carry: The carry.
+        bucket: Shapes of each rank's batch.
+        layout: The mesh; its devices may be those of a topology that is only compiled for.
+    """
+    packed = jax.ShapeDtypeStruct((layout.shape.data, bucket.packed_size), jnp.int32, sharding=layout.sharding(EACH_RANK))
+    with layout.tracing():
+        options = compiler_options(layout.mesh.devices.flat[0].device_kind)
+        return jax.jit(step, donate_argnums=(1, 2), compiler_options=options).lower(params, pool, carry, packed)

@@ -1,0 +1,128 @@
+"""Choosing the next token when the vocabulary is split over a mesh axis: candidates of each part and one small gather, never the logits."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jaxserve.engine.step.sampler import SamplingArrays, argmax, find, keep, split_into_chunks, threshold, uniform, weigh
+from jaxserve.kernels_pallas.target import current_target
+
+NUM_CANDIDATES = 64
+"""Likeliest tokens that each part sends: all that top-k up to this can keep, and nearly always all that top-p keeps."""
+
+
+def sample_split(logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: str) -> Int32[Array, "B"]:
+    """One token id a row, the same on every device of the axis, and the same as :func:`jaxserve.engine.step.sampler.sample` of the whole vocabulary.
+
+    Each part sends its candidates, their largest included, and the sum of its weights. A row whose filters keep candidates only, which the least of them
+    tells, is drawn from these. Where a row keeps more (no top-k and no top-p, or a very flat distribution), the running sums of the parts decide which one
+    holds the token; only there, and only with top-k or top-p, the thresholds are searched with a reduction a round.
+
+    Args:
+        logits_BV: This device's part of the vocabulary: equal parts, in order.
+        params: Of each row, equal on all devices of the axis.
+        axis: Mesh axis that the vocabulary is split over; call it inside ``shard_map``.
+    """
+    part_size = logits_BV.shape[1]
+    first_id = lax.axis_index(axis) * part_size
+
+    def greedy() -> Array:
+        token_B = argmax(split_into_chunks(logits_BV))
+        value_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
+        return _best(*_gather(value_B[:, None], token_B[:, None] + first_id, axis))
+
+    def drawn() -> Array:
+        candidates = lax.top_k(logits_BV, min(NUM_CANDIDATES, part_size))
+        if current_target().platform == "tpu":
+            # Where a slice of the result is in sight, XLA:TPU sorts the whole part instead (8 s of compiling, and it runs longer). JAX 0.10's XLA:CPU
+            # crashes on such a barrier.
+            candidates = lax.optimization_barrier(candidates)
+        values_BC, ids_BC = candidates
+        least = jnp.finfo(jnp.float32).min  # A part whose logits are all masked weighs nothing.
+        sums_B = weigh(logits_BV, jnp.maximum(values_BC[:, 0], least), params).sum(-1)
+        ids_BC = ids_BC.astype(jnp.int32) + first_id
+        values_BPC, ids_BPC = _gather(jnp.concatenate([values_BC, sums_B[:, None]], axis=1), ids_BC, axis)
+        values_BPC, sums_BP = values_BPC[..., :-1], values_BPC[..., -1]
+        largest_B = values_BPC[..., 0].max(-1)
+        weights_BPC = weigh(values_BPC, largest_B, params)
+        total_B = (sums_BP * weights_BPC[..., 0]).sum(-1)
+        # A token that a part did not send weighs at most as much as the least that it did.
+        unsent_B = jnp.full_like(total_B, -1.0) if values_BC.shape[1] == part_size else weights_BPC[..., -1].max(-1)
+        kept_BX, covers_B = _filter(weights_BPC.reshape(len(total_B), -1), total_B, unsent_B, params, part_size * values_BPC.shape[1])
+        token_B = _draw(kept_BX, ids_BPC.reshape(kept_BX.shape), uniform(params))
+        covers_B |= params.temperature_B <= 0
+        # Rows that are drawn already must not make the others search for their thresholds.
+        rest = params._replace(
+            top_k_B=jnp.where(covers_B, jnp.iinfo(jnp.int32).max, params.top_k_B),
+            top_p_B=jnp.where(covers_B, 1.0, params.top_p_B),
+            min_p_B=jnp.where(covers_B, 0.0, params.min_p_B),
+        )
+        token_B = lax.cond(jnp.all(covers_B), lambda: token_B, lambda: jnp.where(covers_B, token_B, _draw_from_all(logits_BV, largest_B, rest, axis)))
+        return jnp.where(params.temperature_B > 0, token_B, _best(values_BPC[..., :1], ids_BPC[..., :1]))
+
+    return lax.cond(jnp.any(params.temperature_B > 0), drawn, greedy)
+
+
+def _gather(values_BC: Array, ids_BI: Array, axis: str) -> tuple[Array, Array]:
+    """Values and ids of all parts ``[B, parts, …]``, in one message."""
+    packed = jnp.concatenate([lax.bitcast_convert_type(values_BC, jnp.int32), ids_BI], axis=1)
+    packed = lax.all_gather(packed, axis, axis=1)
+    split = values_BC.shape[1]
+    return lax.bitcast_convert_type(packed[..., :split], jnp.float32), packed[..., split:]
+
+
+def _best(values_BP1: Array, ids_BP1: Array) -> Array:
+    """The id of the largest value; of equal ones that of the first part, whose ids are lower."""
+    part_B = jnp.argmax(values_BP1[..., 0], axis=1)
+    return jnp.take_along_axis(ids_BP1[..., 0], part_B[:, None], axis=1)[:, 0]
+
+
+def _filter(weights_BX: Array, total_B: Array, unsent_B: Array, params: SamplingArrays, vocab_size: int) -> tuple[Array, Array]:
+    """Top-k, top-p and min-p among candidates: the weights that stay, and whether no other token would have stayed.
+
+    Args:
+        weights_BX: Of the candidates.
+        total_B: Sum of the weights of all tokens.
+        unsent_B: No token that is not a candidate weighs more.
+        params: Of each row.
+        vocab_size: V.
+    """
+    one_chunk = weights_BX[:, None]
+    is_top_k_B = params.top_k_B < vocab_size
+    top_k_B = threshold(one_chunk, params._replace(top_p_B=jnp.ones_like(total_B), min_p_B=jnp.zeros_like(total_B)), vocab_size)
+    kept_B = keep(one_chunk, top_k_B).sum((1, 2))
+    # The share of all weights is a share of the candidates' that is larger by as much as these are fewer.
+    top_p_B = jnp.where(params.top_p_B < 1.0, jnp.minimum(params.top_p_B * jnp.where(is_top_k_B, 1.0, total_B / kept_B), 1.0), 1.0)
+    threshold_B = threshold(one_chunk, params._replace(top_p_B=top_p_B), vocab_size)
+    covers_top_k_B = is_top_k_B & (params.top_k_B <= weights_BX.shape[1]) & (top_k_B > unsent_B)
+    return keep(one_chunk, threshold_B)[:, 0], covers_top_k_B | (~is_top_k_B & (threshold_B > unsent_B))
+
+
+def _draw(weights_BX: Array, ids_BX: Array, uniform_B: Array) -> Array:
+    """A token by its share of the weights, in the order of the ids: the order in which the whole vocabulary is drawn from.
+
+    The running sums come from comparing all pairs: a sort of the candidates takes XLA:TPU seconds to compile. Their largest is the total: any other sum of
+    the weights is rounded otherwise, and may be above all of them. Weights that are NaN draw the last candidate.
+    """
+    running_BX = jnp.where(ids_BX[:, None, :] <= ids_BX[:, :, None], weights_BX[:, None, :], 0.0).sum(-1)
+    hit_BX = (running_BX > (uniform_B * running_BX.max(1))[:, None]) & (weights_BX > 0)
+    return jnp.where(hit_BX, ids_BX, ids_BX.max(1, keepdims=True)).min(1)
+
+
+def _draw_from_all(logits_BV: Array, largest_B: Array, params: SamplingArrays, axis: str) -> Array:
+    """The draw of ``sampler.sample``, every part doing its share: what is exchanged is a number or two a row."""
+    part_size, parts = logits_BV.shape[1], lax.axis_size(axis)
+    weights = weigh(split_into_chunks(logits_BV), largest_B, params)
+    weights = keep(weights, threshold(weights, params, part_size * parts, lambda part_B: lax.psum(part_B, axis)))
+    running_BC = jnp.cumsum(weights.sum(-1), axis=-1)
+    sums_PB = lax.all_gather(running_BC[:, -1], axis)
+    running_PB = jnp.cumsum(sums_PB, axis=0)
+    target_B = uniform(params) * running_PB[-1]
+    hit_PB = (running_PB > target_B) & (sums_PB > 0)
+    owner_B = jnp.argmax(hit_PB, axis=0)
+    before_B = jnp.take_along_axis(running_PB - sums_PB, owner_B[None], axis=0)[0]
+    part = lax.axis_index(axis)
+    token_B = jnp.minimum(find(weights, running_BC, target_B - before_B), part_size - 1) + part * part_size
+    return lax.psum(jnp.where(owner_B == part, token_B, 0), axis)

@@ -1,0 +1,189 @@
+"""The proof harness: numerics in both interpreters and real compiles, a cell for each implementation, shape and check. ``jaxserve kernels check``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxserve.child_process import rows_of
+from jaxserve.kernels_pallas.proof import targets
+
+OPS = ("ragged_paged_attention",)
+"""Every op."""
+
+QUICK_CHECKED = ("decode_only", "mixed", "window_skips_pages", "page_8_bf16", "int8_scaled")
+"""Cases that a quick run checks for races."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One check.
+
+    Args:
+        op: The op.
+        implementation: Its implementation.
+        shape: Name of the case or of the combination.
+        check: ``numerics`` (fast interpreter or XLA, against the reference), ``refusal``, ``races`` (checking interpreter), or ``compile``.
+        target: The chip of a compile, else empty.
+        held: Whether it is as it should be: right, or refused where the documentation says so.
+        detail: The error, refusal or reason of a failure.
+        seconds: Of this check.
+        error: Relative norm of the difference, of numerics.
+        fast_memory_bytes: VMEM or shared memory of the tiles, of a compile.
+        temp_bytes: Device memory beyond arguments and results, of a compile.
+        pool_copies: Copies as large as the pool in the compiled program.
+    """
+
+    op: str
+    implementation: str
+    shape: str
+    check: str
+    held: bool
+    target: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+    error: float | None = None
+    fast_memory_bytes: int | None = None
+    temp_bytes: int | None = None
+    pool_copies: int | None = None
+
+
+def numerics_cells(implementations: Sequence[str] | None = None) -> Iterator[Cell]:
+    """Every implementation on every shared case, and what is refused, in a process of its own."""
+    names = [] if implementations is None else list(implementations)
+    for row, failure in rows_of("jaxserve.kernels_pallas.proof.numerics", names, _cpu_environment(), time_limit_s=900):
+        if row is None:
+            yield Cell(op=OPS[0], implementation="all", shape="", check="numerics", held=False, detail=failure)
+        else:
+            fields: dict[str, Any] = {"check": "numerics"} | row
+            yield Cell(op=OPS[0], **fields)
+
+
+def race_cells(cases: Sequence[str] = ()) -> Iterator[Cell]:
+    """The TPU kernels on the small cases in the checking interpreter, in a process of its own."""
+    for row, failure in rows_of("jaxserve.kernels_pallas.proof.checked", list(cases), _cpu_environment(), time_limit_s=600):
+        common: dict[str, Any] = {"op": OPS[0], "implementation": "pallas_tpu", "check": "races"}
+        if row is None:
+            yield Cell(**common, shape="", held=False, detail=failure)
+        else:
+            yield Cell(
+                **common, shape=row["name"], held=row["problem"] is None, detail=row["problem"] or "", seconds=row["seconds"], error=row.get("error")
+            )  # fmt: skip
+
+
+def compile_cells(target: str, combinations: str) -> Iterator[Cell]:
+    """Real compiles for one target, in a process of its own. Compilers that are not installed are one cell that did not hold."""
+    common: dict[str, Any] = {
+        "op": OPS[0], "implementation": "pallas_tpu" if target in targets.TPU_TOPOLOGIES else "pallas_gpu", "check": "compile", "target": target,
+    }  # fmt: skip
+    absent = targets.missing(target)
+    if absent is not None:
+        yield Cell(**common, shape=combinations, held=False, detail=absent)
+        return
+    module = "jaxserve.kernels_pallas.proof.compile_check"
+    for row, failure in rows_of(module, [target, combinations], targets.environment(target), time_limit_s=900):
+        if row is None:
+            yield Cell(**common, shape="", held=False, detail=failure)
+        elif "error" in row:
+            yield Cell(**common, shape=row["name"], held=False, detail=row["error"])
+        else:
+            detail = "" if row["in_place"] else f"the pool of {row['pool_bytes']} bytes is not updated in place: {row['alias_bytes']} bytes aliased"
+            yield Cell(
+                **common, shape=row["name"], held=row["in_place"], detail=detail, seconds=row["seconds"], fast_memory_bytes=row["fast_memory_bytes"],
+                temp_bytes=row["temp_bytes"], pool_copies=row["pool_copies"],
+            )  # fmt: skip
+
+
+def run(*, chosen_targets: Sequence[str], quick: bool) -> Iterator[Cell]:
+    """All checks, two processes at a time; cells come as they are done.
+
+    Args:
+        chosen_targets: Targets to compile for; empty compiles for none.
+        quick: A part of each kind, for continuous integration.
+    """
+    jobs: list[Callable[[], Iterator[Cell]]] = [lambda: numerics_cells(("pallas_gpu",) if quick else None), lambda: race_cells(QUICK_CHECKED if quick else ())]
+    for target in chosen_targets:
+        combinations = "quick" if quick else "all"
+        jobs.append(lambda target=target, combinations=combinations: compile_cells(target, combinations))
+    done: queue.Queue[Cell | None] = queue.Queue()
+
+    def work(job: Callable[[], Iterator[Cell]]) -> None:
+        try:
+            for cell in job():
+                done.put(cell)
+        finally:
+            done.put(None)
+
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        futures = [executor.submit(work, job) for job in jobs]
+        left = len(jobs)
+        while left:
+            cell = done.get()
+            if cell is None:
+                left -= 1
+            else:
+                yield cell
+        for future in futures:
+            future.result()
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What ``--json`` prints: all cells, and how many held and failed."""
+    held = sum(cell.held for cell in cells)
+    return {"cells": [dataclasses.asdict(cell) for cell in cells], "held": held, "failed": len(cells) - held}
+
+
+def report(*, chosen_targets: Sequence[str] | None = None, quick: bool = False, as_json: bool = False) -> int:
+    """Checks and prints a table as it goes, and with ``as_json`` one JSON object as its last line.
+
+    Args:
+        chosen_targets: Chips to compile for; ``None`` takes all whose compilers are installed.
+        quick: A part of each kind of check.
+        as_json: Whether a program reads the last line.
+
+    Returns:
+        0 only if every cell held.
+    """
+    left_out: dict[str, str] = {}
+    if chosen_targets is None:
+        left_out = {target: reason for target in targets.TARGETS if (reason := targets.missing(target)) is not None}
+        chosen_targets = [target for target in targets.TARGETS if target not in left_out]
+    cells: list[Cell] = []
+    started = time.monotonic()
+    print(_HEADER)
+    for cell in run(chosen_targets=chosen_targets, quick=quick):
+        cells.append(cell)
+        print(_line(cell), flush=True)
+    totals = summary(cells)
+    for target, reason in left_out.items():
+        print(f"not compiled for {target}: {reason}")
+    print(f"{totals['held']} held, {totals['failed']} failed, {time.monotonic() - started:.0f} s")
+    if as_json:
+        print(json.dumps(totals))
+    return int(totals["failed"] > 0)
+
+
+_HEADER = f"{'':4} {'check':8} {'target':6} {'implementation':14} {'shape':48} {'seconds':>7} {'error':>8} {'fast MiB':>8} {'temp MiB':>8} copies"
+
+
+def _line(cell: Cell) -> str:
+    def mib(value: int | None) -> str:
+        return "" if value is None else f"{value / 2**20:.2f}"
+
+    error = "" if cell.error is None else f"{cell.error:.1e}"
+    copies = "" if cell.pool_copies is None else str(cell.pool_copies)
+    detail = f"  {cell.detail.splitlines()[0][:160]}" if cell.detail else ""
+    return (
+        f"{'ok' if cell.held else 'FAIL':4} {cell.check:8} {cell.target:6} {cell.implementation:14} {cell.shape:48} {cell.seconds:7.1f} {error:>8} "
+        f"{mib(cell.fast_memory_bytes):>8} {mib(cell.temp_bytes):>8} {copies}{detail}"
+    )  # fmt: skip
+
+
+def _cpu_environment() -> dict[str, str]:
+    return os.environ | {"JAX_PLATFORMS": "cpu"}
