@@ -172,6 +172,8 @@ class EngineConfig:
         warmup: Compile every bucket before the engine is ready.
         compilation_cache: Keep compiled programs on disk in the user's cache folder.
         compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
+        overlap: Launch each step while the one before it runs, so that the device does not wait for the host; ``None`` does it where it was measured to
+            help.
         bind_threads: On CPU, bind each compute thread to a processor of its own, else the kernel now and then lets two of them share one. Off where other work
             runs on these processors all the time.
         check_integrity: Check the books of pages and requests when a server falls idle, every ten seconds at most; they are begun anew if they are wrong.
@@ -187,6 +189,7 @@ class EngineConfig:
     warmup: bool = True
     compilation_cache: bool = True
     compiled: Annotated[str, NotBlank()] | None = None
+    overlap: bool | None = None
     bind_threads: bool = True
     check_integrity: bool = True
     watchdog_s: Annotated[float, Between(0, 86_400, open_low=True)] | None = 120.0

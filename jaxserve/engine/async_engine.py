@@ -369,23 +369,27 @@ class AsyncEngine:
                 commands.append(self._commands.get())
             self._busy_since_s = time.monotonic()
             deliveries = [delivery for command in commands for delivery in command(engine)]
-            deliveries += self._route(engine.step())
+            if not engine.slack_s:
+                deliveries += self._route(engine.step())
             self._busy_since_s = None
             if deliveries:
                 self._on_loop(self._deliver, deliveries)
 
     def _wait(self, engine: Engine, collections: FullCollections) -> list[_Command]:
-        """Sleeps while the engine has nothing to do. Returns the command that ended it, if one did."""
-        idle_s = engine.idle_s if engine.has_work else math.inf
+        """Sleeps while the engine has nothing to do, or need not do it yet. Returns the command that ended it, if one did."""
+        idle_s = (engine.idle_s or engine.slack_s) if engine.has_work else math.inf
         if not idle_s:
             return []
         if not engine.has_work and self._commands.empty():
             collections.on_idle()
             engine.on_idle()
+        began_s = time.monotonic()
         try:
             return [self._commands.get(timeout=None if idle_s == math.inf else idle_s)]
         except queue.Empty:
             return []
+        finally:
+            engine.note_sleep(time.monotonic() - began_s)
 
     def _watch(self, engine: Engine, limit_s: float) -> None:
         """Declares the engine dead when a step takes too long. Runs in a thread of its own."""

@@ -117,7 +117,14 @@ def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkp
     """The host half on a runner that is ready."""
     name = config.server.served_model_name or checkpoint.name
     defaults = checkpoint.generation_defaults
-    return Engine(runner, tokenizer, model.spec, config, model_name=name, model_revision=checkpoint.revision, sampling_defaults=defaults)
+    return Engine(
+        runner, tokenizer, model.spec, config, model_name=name, model_revision=checkpoint.revision, sampling_defaults=defaults, overlap=overlaps(config)
+    )  # fmt: skip
+
+
+def overlaps(config: Config) -> bool:
+    """Whether steps overlap: as configured, else on accelerators. On a CPU the host's work and the step share the processors."""
+    return jax.default_backend() != "cpu" if config.engine.overlap is None else config.engine.overlap
 
 
 def _check_processes(config: Config, processes: Processes, mesh: MeshShape) -> None:

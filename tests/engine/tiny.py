@@ -64,6 +64,7 @@ def tiny_engine(
     prefix: Literal["radix", "hash", "off"] = "radix",
     preemption: Literal["recompute", "swap"] = "recompute",
     num_host_pages: int = 0,
+    overlap: bool = False,
 ) -> Engine:
     """An engine on the tiny model. Without warm-up each bucket compiles when it is first met. KV heads are repeated where the mesh needs it."""
     spec = spec or tiny_spec()
@@ -89,7 +90,12 @@ def tiny_engine(
     runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=max_num_seqs, num_host_pages=num_host_pages)
     if warmup:
         runner.warmup()
-    return Engine(runner, FakeTokenizer(), spec, config)
+    return Engine(runner, FakeTokenizer(), spec, config, overlap=overlap)
+
+
+def overlapped(engine: Engine) -> Engine:
+    """Another engine on the same runner, with overlap."""
+    return Engine(engine.runner, FakeTokenizer(), engine.spec, engine._config, overlap=True)
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]], *, arrivals: list[int] | None = None) -> list[tuple[int, ...]]:

@@ -500,8 +500,8 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     engine = bench.engine
     kept = {
         "queued": engine._admission._shedding._sequences._heap,  # pyright: ignore[reportAttributeAccessIssue]
-        "timeouts": engine._queue_timeouts._sequences._heap,
-        "deadlines": engine._deadlines._sequences._heap,
+        "timeouts": engine._time_limits._queue_timeouts._sequences._heap,
+        "deadlines": engine._time_limits._deadlines._sequences._heap,
     }
     assert all(len(entries) <= 257 for entries in kept.values()), {name: len(entries) for name, entries in kept.items()}
     assert not engine._generations and not engine.has_work

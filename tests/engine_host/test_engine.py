@@ -321,7 +321,7 @@ class TestPause:
         engine.resume(late)
         assert finish_all(engine)[late][-1].finish_reason == "length"
         engine.check_integrity()
-        assert engine.stats().refused["reader_timeout"] == 1 and not engine._paused
+        assert engine.stats().refused["reader_timeout"] == 1 and engine._time_limits.next_s == math.inf
 
     def test_what_is_paused_for_ever_ends_only_if_it_must(self) -> None:
         engine = fake_engine(engine=EngineConfig(reader_timeout_s=None))
@@ -330,7 +330,7 @@ class TestPause:
         engine.pause(request_id)
         assert engine.step() == [] and engine.idle_s == math.inf
         engine.abort(request_id)
-        assert not engine._paused
+        assert engine._time_limits.next_s == math.inf
 
     def test_its_time_is_no_time_between_tokens(self) -> None:
         now_s = 100.0

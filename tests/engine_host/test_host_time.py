@@ -13,12 +13,12 @@ from jaxserve.config import CacheConfig, Config, SchedulerConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
 from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
-from jaxserve.engine.scheduling.schedule import Schedule
+from jaxserve.engine.scheduling.schedule import Schedule, SequenceResult
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.engine.step.batch import BatchBuilder, make_buckets
 from jaxserve.request import Request, SamplingParams
-from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_spec
+from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_spec, results_of
 
 RUNNING = 256
 
@@ -34,11 +34,11 @@ class NoDevice(FakeRunner):
 
     def dispatch(self, schedule: Schedule) -> NoDevice:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._builder.build(schedule)
-        self._num_rows = len(schedule.sequences)
+        self._results = results_of(schedule, 65)
         return self
 
-    def fetch(self) -> list[int]:
-        return [65] * self._num_rows
+    def fetch(self) -> list[SequenceResult]:
+        return self._results
 
 
 def step_times(num_waiting: int, *, num_steps: int = 400) -> list[float]:
@@ -96,7 +96,7 @@ def growing_times(prefix: Literal["radix", "hash"], *, is_full: bool, num_steps:
 
     def step(now_s: float) -> None:
         schedule = scheduler.schedule(now_s)
-        scheduler.update(schedule, [65] * len(schedule.sequences))
+        scheduler.update(schedule, results_of(schedule, 65))
 
     for i in range(num_decodes):
         add(i, prompt_len, 1000)

@@ -21,7 +21,7 @@ def run(text: str | list[int], max_tokens: int = 1000, **fields: object) -> list
     processor = OutputProcessor(params, detokenizer, frozenset({EOS}), max_tokens)
     deltas: list[Delta] = []
     for token_id in text.encode() if isinstance(text, str) else text:
-        deltas.append(processor.push(token_id))
+        deltas.append(processor.push((token_id,)))
         if deltas[-1].finish_reason is not None:
             return deltas
     return deltas
@@ -151,5 +151,5 @@ class TestText:
 
     def test_an_abort_stays_one(self) -> None:
         processor = OutputProcessor(SamplingParams(stop=("\ufffd",)), FakeTokenizer().detokenizer(()), frozenset(), 9)
-        processor.push(0xE2)
+        processor.push((0xE2,))
         assert processor.finish("abort") == Delta("", "abort")

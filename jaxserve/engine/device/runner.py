@@ -16,7 +16,7 @@ from jaxserve.engine.device.page_mover import PAGES_A_CALL, PageMover
 from jaxserve.engine.programs.compiled_folder import CompileProgram, compile_program
 from jaxserve.engine.programs.plan import compile_all, lower_bucket
 from jaxserve.engine.programs.pool_plan import PoolPlan
-from jaxserve.engine.scheduling.schedule import PageMoves, RunnerCosts, Schedule
+from jaxserve.engine.scheduling.schedule import PageMoves, RunnerCosts, Schedule, SequenceResult
 from jaxserve.engine.step.batch import BatchBuilder, Bucket, Buckets, StepMessage, packed_batch
 from jaxserve.engine.step.function import abstract_carry
 from jaxserve.errors import EngineDeadError
@@ -28,23 +28,29 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceStep:
-    """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own."""
+    """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own, and are on their way to the host."""
 
-    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, num_rows: Sequence[int], on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, schedule: Schedule, on_failure: Callable[[Exception], None]) -> None:
         self._token_ids_RB = token_ids_RB
-        self.num_bucket_tokens = bucket.num_tokens * len(num_rows)
-        self.num_bucket_sequences = bucket.num_rows * len(num_rows)
-        self._num_rows = num_rows
+        self._schedule = schedule
+        self.num_bucket_tokens = bucket.num_tokens * len(schedule.ranks)
+        self.num_bucket_sequences = bucket.num_rows * len(schedule.ranks)
         self._on_failure = on_failure
+        token_ids_RB.copy_to_host_async()
 
-    def fetch(self) -> list[int]:
-        """Waits for the step and returns one token id for each scheduled sequence, rank by rank."""
+    def fetch(self) -> list[SequenceResult]:
+        """Waits for the step and returns the result of each scheduled sequence, rank by rank."""
+        ranks = self._schedule.ranks
         try:
-            ranks = np.asarray(self._token_ids_RB).reshape(len(self._num_rows), -1)
+            token_ids_RB = np.asarray(self._token_ids_RB).reshape(len(ranks), -1).tolist()
         except Exception as error:
             self._on_failure(error)
             raise
-        return [token_id for rank, num_rows in zip(ranks, self._num_rows, strict=True) for token_id in rank[:num_rows].tolist()]
+        return [
+            SequenceResult([token_id] if scheduled.num_samples else [])
+            for rank, token_ids_B in zip(ranks, token_ids_RB, strict=True)
+            for scheduled, token_id in zip(rank.sequences, token_ids_B, strict=False)  # the rest of the bucket is padding
+        ]
 
 
 class DeviceRunner:
@@ -127,7 +133,7 @@ class DeviceRunner:
         if self._on_step is not None:
             self._on_step(StepMessage(self._bucket_index[bucket], packed, moves))
         token_ids_RB = self.execute(bucket, packed, moves)
-        return DeviceStep(token_ids_RB, bucket, [len(rank.sequences) for rank in schedule.ranks], self._fail)
+        return DeviceStep(token_ids_RB, bucket, schedule, self._fail)
 
     def execute(self, bucket: Bucket, packed_RX: np.ndarray, moves: Sequence[PageMoves]) -> jax.Array:
         """Starts one step from its packed batch: what each of several processes does.

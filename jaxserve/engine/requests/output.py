@@ -21,13 +21,18 @@ class Detokenizer(Protocol):
         ...
 
 
-@dataclasses.dataclass(slots=True)  # one a token: not frozen for the reason given in schedule.py
+@dataclasses.dataclass(slots=True)  # one a step and sequence: not frozen for the reason given in schedule.py
 class Delta:
-    """What one token, or the end, adds: fields as in :class:`jaxserve.request.RequestOutput`."""
+    """What some tokens, or the end, add: fields as in :class:`jaxserve.request.RequestOutput`.
+
+    Args:
+        num_tokens: How many of the tokens belong to the output; the rest came behind its end.
+    """
 
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_tokens: int = 0
 
 
 class StopMatcher:
@@ -127,8 +132,16 @@ class OutputProcessor:
         self._max_tokens = max_tokens
         self._num_tokens = 0
 
-    def push(self, token_id: int) -> Delta:
-        """Takes the next generated token. After a delta with a finish reason nothing may be pushed."""
+    def push(self, token_ids: Sequence[int]) -> Delta:
+        """Takes the next generated tokens, at least one, up to the one that ends the generation. Nothing may be pushed after a delta with a finish reason."""
+        delta = self._push(token_ids[0])
+        delta.num_tokens = 1
+        while delta.finish_reason is None and delta.num_tokens < len(token_ids):
+            following = self._push(token_ids[delta.num_tokens])
+            delta = Delta(delta.text + following.text, following.finish_reason, following.stop_reason, delta.num_tokens + 1)
+        return delta
+
+    def _push(self, token_id: int) -> Delta:
         self._num_tokens += 1
         is_eos = token_id in self._eos_token_ids
         if is_eos or token_id in self._stop_token_ids:
