@@ -40,7 +40,7 @@ def plan_cell(cell: Cell) -> tuple[Metrics, dict[str, float], dict[str, Any]]:
         raise CompileError(plan.reason)
     times = {f"compile_{step}_s": one.compile_s for step, one in plan.steps.items()}
     return _figures(plan), times, {
-        "target": str(plan.target), "planned_mesh": plan.mesh._asdict(), "planned_attention": plan.attention,
+        "target": str(plan.target), "planned_mesh": dict(plan.mesh), "planned_attention": plan.attention,
         "planned_programs_sha256": {step: one.program_sha256 for step, one in plan.steps.items()},
     }  # fmt: skip
 

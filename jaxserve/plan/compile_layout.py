@@ -90,7 +90,7 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
         "compile_s": round(seconds, 2),
         "temp": memory.temp_size_in_bytes,
         "total": memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
-        "traffic": dataclasses.asdict(measure_traffic(program, mesh._asdict())),
+        "traffic": dataclasses.asdict(measure_traffic(program, mesh)),
         "program_sha256": hashlib.sha256(program.encode()).hexdigest(),
     }
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +73,15 @@ def test_every_mesh_gives_the_tokens_of_one_device(name: str, mesh: MeshShape) -
     assert all(len(generated) == 10 for generated in got.values())
 
 
+def test_an_axis_more_in_the_table_changes_nothing_for_data_and_model() -> None:
+    """The table is read when modules are imported, so the engine with a third axis, of two ranks, is a process of its own."""
+    done = subprocess.run([sys.executable, "-m", "tests.engine.third_axis"], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["axes"], found["parts"], found["model_axis"]) == (["data", "model", "expert"], [8, 2, 8], "model")
+    assert {int(index): tokens for index, tokens in found["tokens"].items()} == tokens_on_one_device("8 KV heads")
+
+
 def compiled_decode(mesh: MeshShape, rules: ShardingConfig, *, dtype: str = "float32") -> tuple[jax.stages.Lowered, ModelSpec]:
     spec = SPECS["8 KV heads"]
     layout = make_layout(mesh, rules)
@@ -83,7 +95,7 @@ def compiled_decode(mesh: MeshShape, rules: ShardingConfig, *, dtype: str = "flo
 def traffic_of(compiled: jax.stages.Compiled, mesh: MeshShape) -> Traffic:
     text = compiled.as_text()
     assert text is not None
-    return measure_traffic(text, mesh._asdict())
+    return measure_traffic(text, mesh)
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(1, 8), MeshShape(2, 4), MeshShape(8, 1)], ids=str)

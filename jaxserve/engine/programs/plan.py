@@ -26,6 +26,7 @@ from jaxserve.models.model import Model, build_model
 from jaxserve.models.params import Params
 from jaxserve.models.sharding import check_layout, fit_kv_heads
 from jaxserve.models.spec import ModelSpec
+from jaxserve.sharding_rules import ShardingRules
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,9 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
     Raises:
         ConfigError: It cannot be split so.
     """
-    fitted = fit_kv_heads(spec, mesh, config.sharding, replicate=config.mesh.replicate_kv_heads)
-    check_layout(fitted, mesh, config.sharding)
+    rules = ShardingRules(config.sharding, mesh)
+    fitted = fit_kv_heads(spec, rules, replicate=config.mesh.replicate_kv_heads)
+    check_layout(fitted, rules)
     if fitted.kv_repeat > 1:
         logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
     return fitted
@@ -85,7 +87,7 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
 def make_model(spec: ModelSpec, config: Config, execution: Execution, layout: Layout) -> Model:
     """The model of a checkpoint as it runs on a layout; see :func:`fit_model`."""
     fitted = fit_model(spec, config, layout.shape)
-    return build_model(fitted, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
+    return build_model(fitted, dtype=config.model.dtype, layers=execution.layers, is_split=layout.rules.splits_anything)
 
 
 def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progress: Callable[[int, int], None] | None = None) -> None:
