@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 
 from jaxserve.config import Config, load_config
-from jaxserve.engine.build import max_model_len_of
 from jaxserve.engine.device.runner import DeviceRunner
 from jaxserve.engine.programs.compiled_folder import ProgramRecorder, live_facts
 from jaxserve.engine.programs.manifest import Manifest
@@ -27,6 +26,7 @@ from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.mesh import Layout, make_layout
 from jaxserve.mesh_axes import MESH_AXES, axis_names
 from jaxserve.mesh_shape import MeshShape, choose_mesh_shape, configured_sizes
+from jaxserve.models.context_length import check_context_length
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import Model
@@ -97,7 +97,7 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
     else:
         name, whole = open_spec(config.model.source)
     model = make_model(whole, config, execution, layout)
-    max_model_len = max_model_len_of(config, model.spec, name)
+    max_model_len = check_context_length(config.model.max_model_len, model.spec, key="model.max_model_len", model=name)
     memory = _memory_beside(model, layout, target)
     plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=memory)
     recorder = ProgramRecorder(folder)

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from jaxserve.config import ShardingConfig
-from jaxserve.engine.programs.pool_plan import abstract_pool, device_pool_shape
+from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
 from jaxserve.engine.step.batch import Bucket
-from jaxserve.engine.step.function import abstract_carry, abstract_params, lower_step, make_step
-from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
+from jaxserve.engine.step.function import abstract_params
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.model import build_model
@@ -86,10 +85,9 @@ def compiled_decode(mesh: MeshShape, rules: ShardingConfig, *, dtype: str = "flo
     spec = SPECS["8 KV heads"]
     layout = make_layout(mesh, rules)
     model = build_model(spec, dtype=dtype, layers="scan", is_split=True)
-    shape = device_pool_shape(spec, layout, num_pages=NUM_PAGES, page_size=8, dtype=jnp.dtype(dtype))
-    attention, bucket = IMPLEMENTATIONS["xla"], Bucket(4, 4, 12, True)
-    step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
-    return lower_step(step, abstract_params(model, layout), abstract_pool(attention, shape, layout), abstract_carry(4, layout), bucket, layout), spec
+    bucket = Bucket(4, 4, 12, True)
+    plan = pool_of_size(model, layout, [bucket], num_pages=NUM_PAGES, page_size=8, kv_dtype=jnp.dtype(dtype), attention="xla")
+    return lower_bucket(model, abstract_params(model, layout), plan, bucket, max_num_seqs=4), spec
 
 
 def traffic_of(compiled: jax.stages.Compiled, mesh: MeshShape) -> Traffic:
