@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 
 from jaxserve.config import Config, load_config
-from jaxserve.engine.build import max_model_len_of
 from jaxserve.engine.device.runner import DeviceRunner
 from jaxserve.engine.programs.compiled_folder import ProgramRecorder, live_facts
 from jaxserve.engine.programs.manifest import Manifest
@@ -25,7 +24,9 @@ from jaxserve.engine.step.execution import Execution, choose_execution
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.mesh import Layout, make_layout
-from jaxserve.mesh_shape import choose_mesh_shape
+from jaxserve.mesh_axes import MESH_AXES, axis_names
+from jaxserve.mesh_shape import MeshShape, choose_mesh_shape, configured_sizes
+from jaxserve.models.context_length import check_context_length
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import Model
@@ -60,7 +61,8 @@ def main(arguments: list[str]) -> int:
     summary = {
         "steps": len(steps), "others": len(manifest.programs) - len(steps), "bytes": sum(program.num_bytes for program in manifest.programs),
         "compile_s": round(sum(program.compile_s for program in steps), 1), "device_kind": manifest.facts.device_kind, "jax": manifest.facts.jax,
-        "runtime": manifest.facts.runtime, "mesh": manifest.config["mesh"], "num_pages": manifest.config["cache"]["num_pages"],
+        "runtime": manifest.facts.runtime, "mesh": str(MeshShape(**{axis: manifest.config["mesh"][axis] for axis in axis_names(MESH_AXES)})),
+        "num_pages": manifest.config["cache"]["num_pages"],
         "page_size": manifest.config["cache"]["page_size"],
     }  # fmt: skip
     print(json.dumps(summary), flush=True)
@@ -83,8 +85,10 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
     """
     devices = jax.devices() if target is None else topology_devices(target)
     platform = devices[0].platform if target is None else target.chip.platform
-    sizes = {axis: size for axis, size in (("data", config.mesh.data), ("model", config.mesh.model)) if size is not None}
-    mesh = choose_mesh_shape(config.mesh, len(devices), is_cpu=platform == "cpu") if target is None else target.mesh(sizes)
+    if target is None:
+        mesh = choose_mesh_shape(config.mesh, len(devices), is_cpu=platform == "cpu")
+    else:
+        mesh = target.mesh(configured_sizes(config.mesh))
     layout = make_layout(mesh, config.sharding, devices)
     execution = choose_execution(config, platform)
     if target is None:
@@ -93,7 +97,7 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
     else:
         name, whole = open_spec(config.model.source)
     model = make_model(whole, config, execution, layout)
-    max_model_len = max_model_len_of(config, model.spec, name)
+    max_model_len = check_context_length(config.model.max_model_len, model.spec, key="model.max_model_len", model=name)
     memory = _memory_beside(model, layout, target)
     plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=memory)
     recorder = ProgramRecorder(folder)
@@ -136,7 +140,7 @@ def _pinned(config: Config, execution: Execution, layout: Layout, plan: PoolPlan
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, max_model_len=max_model_len),
-        mesh=dataclasses.replace(config.mesh, data=layout.shape.data, model=layout.shape.model),
+        mesh=dataclasses.replace(config.mesh, **layout.shape),
         cache=dataclasses.replace(config.cache, num_pages=plan.shape.num_pages, dtype=execution.kv_dtype.name),
         engine=dataclasses.replace(
             config.engine,

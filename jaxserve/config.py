@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import yaml
 
-from jaxserve.config_fields import Ascending, Between, Distinct, NotBlank, PowerOfTwo, check, coerce
+from jaxserve.config_fields import Ascending, Between, Distinct, NotBlank, OneOf, PowerOfTwo, check, coerce
 from jaxserve.config_yaml import read_yaml
 from jaxserve.errors import ConfigError
+from jaxserve.mesh_axes import MESH_AXES, axis_names
 from jaxserve.tenants import TenantLimits, Tenants, read_tenants
 
 REDACTED = "***"
@@ -28,9 +29,6 @@ _SECRETS: Mapping[str, Callable[[str], str]] = MappingProxyType(
     }
 )
 """Key -> how one of its values is shown."""
-
-MeshAxis = Literal["data", "model"]
-"""Axes of the device mesh: ``data`` splits sequences, ``model`` splits each layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices, and what each axis of the mesh counts. A mesh takes the first ``data * model`` devices.
+    """How many ranks each axis of the mesh has (``mesh_axes.MESH_AXES``). A mesh takes as many devices as the sizes multiplied, the first ones.
 
     Args:
         data: Data ranks: each has its own sequences and pages; ``None`` is 1.
@@ -68,6 +66,9 @@ class MeshConfig:
     data: Annotated[int, Between(1, 2**16)] | None = None
     model: Annotated[int, Between(1, 2**16)] | None = None
     replicate_kv_heads: bool = False
+
+
+MeshAxisName = Annotated[str, OneOf(axis_names(MESH_AXES))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,10 @@ class ShardingConfig:
         width: Width of the residual stream.
     """
 
-    vocab: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
-    kv_heads: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
-    mlp: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
-    width: Annotated[tuple[MeshAxis, ...], Distinct()] | None = None
+    vocab: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = ("model",)
+    kv_heads: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = ("model",)
+    mlp: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = ("model",)
+    width: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,9 @@ import numpy as np
 
 from jaxserve.config import ShardingConfig
 from jaxserve.dims import ceil_div
+from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
 from jaxserve.engine.step.batch import Bucket, packed_batch
-from jaxserve.engine.step.function import Carry, attention_problem, make_step
+from jaxserve.engine.step.function import abstract_carry
 from jaxserve.kernels_pallas.proof import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     IMPLEMENTATIONS,
@@ -200,24 +201,20 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
     context = 1024 if on_gpu else 32
     for rows in (1, 8, 64, 256) if on_gpu else (2,):
         width = ceil_div(context + 64, PAGE_SIZE)
-        shape = PoolShape(
-            num_layers=spec.num_layers, num_pages=rows * width, page_size=PAGE_SIZE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=jnp.bfloat16
-        )  # fmt: skip
         bucket = Bucket(rows, rows, width, True)
-        attention = choose_implementation(NAME, attention_problem(model, bucket, shape, layout))
-        step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
-        pool = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), attention.init_pool(shape))
+        plan = pool_of_size(model, layout, [bucket], num_pages=rows * width, page_size=PAGE_SIZE, kv_dtype=jnp.bfloat16, attention=NAME)
+        carry = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract_carry(rows, layout))
         packed = jnp.asarray(packed_batch(bucket, num_rows=rows, query_len=1, context_len=context, page_size=PAGE_SIZE))
         start = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, Carry(jnp.zeros(rows, jnp.int32)), packed).compile()
+        compiled = lower_bucket(model, params, plan, bucket, max_num_seqs=rows).compile()
         compile_s = time.perf_counter() - start
 
         def run(state: Any, compiled: Any = compiled, packed: Any = packed) -> Any:
             pool, carry, _ = compiled(params, state[0], state[1], packed)
             return pool, carry
 
-        seconds, state = measure(run, (pool, Carry(jnp.zeros(rows, jnp.int32))), calls=20 if on_gpu else 1)
-        del state, pool
+        seconds, state = measure(run, (plan.allocate(), carry), calls=20 if on_gpu else 1)
+        del state
         kv_bytes = rows * context * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 2
         roofline = (weight_bytes + kv_bytes) / (copy_rate)
         yield Row(

@@ -71,7 +71,7 @@ def compile_programs(
                 summary = row
     emit(
         f"{out}: {summary['steps']} steps and {summary['others']} other programs, {summary['bytes'] / 2**20:.1f} MiB\n"
-        f"for {summary['device_kind']}, data={summary['mesh']['data']},model={summary['mesh']['model']}, {summary['num_pages']} pages of "
+        f"for {summary['device_kind']}, {summary['mesh']}, {summary['num_pages']} pages of "
         f"{summary['page_size']} tokens, jax {summary['jax']}\n"
         f"jaxserve run --compiled {out}"
     )

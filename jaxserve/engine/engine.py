@@ -37,6 +37,7 @@ from jaxserve.errors import (
     OverloadedError,
     QuotaExceededError,
 )
+from jaxserve.models.context_length import check_context_length
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
@@ -105,9 +106,7 @@ class Engine:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_model_len = config.model.max_model_len or spec.max_position
-        if not 2 <= self.max_model_len <= spec.max_position:
-            raise ConfigError(f"model.max_model_len must be in [2, {spec.max_position}] (the model's own limit), got {self.max_model_len}")
+        self.max_model_len = check_context_length(config.model.max_model_len, spec, key="model.max_model_len", model=model_name)
         try:
             resolve_params({}, sampling_defaults)
         except InvalidRequestError as error:

@@ -67,10 +67,10 @@ class LayoutRequest:
     step: StepKind
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(vars(self) | {"mesh": dict(self.mesh), "load": vars(self.load)})
 
     @classmethod
     def from_json(cls, text: str) -> LayoutRequest:
         fields: dict[str, Any] = json.loads(text)
-        parsed: dict[str, Any] = {"settings": tuple(fields["settings"]), "mesh": MeshShape(*fields["mesh"]), "load": Load(**fields["load"])}
+        parsed: dict[str, Any] = {"settings": tuple(fields["settings"]), "mesh": MeshShape(**fields["mesh"]), "load": Load(**fields["load"])}
         return cls(**(fields | parsed))

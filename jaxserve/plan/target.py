@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.chips import CHIPS, CHIPS_BY_NAME, Chip
-from jaxserve.mesh_shape import MeshShape
+from jaxserve.mesh_shape import MeshShape, complete_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +41,12 @@ class Target:
         return math.ceil(mesh.size / self.chip.devices_per_chip)
 
     def mesh(self, sizes: Mapping[str, int]) -> MeshShape:
-        """A mesh of which sizes may be missing: ``data`` is then 1, ``model`` what ``data`` leaves.
+        """A mesh of which sizes may be missing: ``model`` is then what the other axes leave, any other axis 1.
 
         Raises:
             ConfigError: It needs more devices than there are.
         """
-        data = sizes.get("data", 1)
-        mesh = MeshShape(data, sizes.get("model", max(1, self.num_devices // data)))
+        mesh = complete_mesh(sizes, self.num_devices)
         if mesh.size > self.num_devices:
             per_chip = f" ({self.num_chips} chips of {self.chip.devices_per_chip} devices)" if self.chip.devices_per_chip > 1 else ""
             raise ConfigError(f"the mesh {mesh} needs {mesh.size} devices; {self} has {self.num_devices}{per_chip}")

@@ -120,7 +120,7 @@ def compile_combination(target: str, combination: Combination) -> dict[str, Any]
                 carry, _ = body(carry, layer)
             return carry
 
-        report = compile_report(layers, arguments, arguments[0], donate=(0,))
+        report = compile_report(lambda: jax.jit(layers, donate_argnums=0).lower(*arguments), arguments[0])
     fast_memory_bytes = (tpu_tiles if name == "pallas_tpu" else gpu_tiles).fast_memory_bytes(problem)
     return dataclasses.asdict(report) | {"in_place": report.in_place, "fast_memory_bytes": fast_memory_bytes}
 

@@ -13,7 +13,8 @@ from jaxserve.engine.step import split_sampler
 from jaxserve.engine.step.sampler import SamplingArrays, sample
 from jaxserve.engine.step.split_sampler import NUM_CANDIDATES, sample_split
 from jaxserve.mesh import REPLICATED, make_layout
-from jaxserve.mesh_shape import MODEL, MeshShape
+from jaxserve.mesh_axes import MODEL
+from jaxserve.mesh_shape import MeshShape
 from tests.engine.test_sampler import arrays
 
 CASES = {

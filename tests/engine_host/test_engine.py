@@ -104,7 +104,7 @@ class TestDoor:
             add(engine, [1], "same")
 
     def test_impossible_settings(self) -> None:
-        with pytest.raises(ConfigError, match=r"model.max_model_len must be in \[2, 128\].*got 129"):
+        with pytest.raises(ConfigError, match=r"^model.max_model_len is 129; must be in \[2, 128\], the limit of model$"):
             Engine(FakeRunner(), FakeTokenizer(), fake_spec(128), Config(model=ModelConfig(max_model_len=129)))  # pyright: ignore[reportArgumentType]
         with pytest.raises(ModelError, match="sampling defaults of m cannot be used: top_p"):
             Engine(FakeRunner(max_num_seqs=32), FakeTokenizer(), fake_spec(), Config(), model_name="m", sampling_defaults={"top_p": 2.0})  # pyright: ignore[reportArgumentType]
