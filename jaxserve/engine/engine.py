@@ -21,7 +21,7 @@ from jaxserve.engine.pages.prefix_cache.interface import make_namespace
 from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.requests.admission import Admission, Load
 from jaxserve.engine.requests.door import Door
-from jaxserve.engine.requests.output import Delta, OutputProcessor
+from jaxserve.engine.requests.output import Delta, OutputProcessor, TextMaker, TokenRules
 from jaxserve.engine.requests.params import resolve_params
 from jaxserve.engine.requests.time_limits import TimeLimits
 from jaxserve.engine.scheduling.chunking import make_chunking
@@ -31,11 +31,13 @@ from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxserve.errors import (
     ConfigError,
     EngineDeadError,
+    ErrorData,
     InvalidRequestError,
     JaxserveError,
     ModelError,
     OverloadedError,
     QuotaExceededError,
+    to_data,
 )
 from jaxserve.models.context_length import check_context_length
 from jaxserve.models.spec import ModelSpec
@@ -286,8 +288,8 @@ class Engine:
 
     def _queue(self, request: Request, max_tokens: int, wanted_max_tokens: int) -> Sequence:
         prompt, params = request.prompt_token_ids, request.params
-        detokenizer = self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
-        processor = OutputProcessor(params, detokenizer, self._eos_token_ids, max_tokens)
+        text = TextMaker(params, self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)) if request.options.detokenize else None
+        processor = OutputProcessor(TokenRules(params, self._eos_token_ids, max_tokens), text)
         seed = self._seeds.getrandbits(32) if params.seed is None else fold_seed(params.seed)
         sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=self._namespace(request.options))
         self._scheduler.add(sequence)
@@ -313,6 +315,24 @@ class Engine:
             return self._emit(generation.sequence, (), generation.processor.finish("abort"))
         except Exception as error:  # whatever it is, it is this request's alone
             return self._emit_error(generation.sequence, error)
+
+    def stop(self, request_id: str, num_tokens: int) -> RequestOutput | None:
+        """Ends a request as of its first ``num_tokens`` generated tokens, with reason "stop": whoever makes its text has found a stop string there. What
+        was generated since is in no count of the request, and not in the prefix cache.
+
+        Returns:
+            Its last output; ``None`` if it is not in flight (any more).
+        """
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return None
+        self._idle_until_s = 0.0
+        self._scheduler.truncate(generation.sequence, num_tokens)
+        return self._emit(generation.sequence, (), Delta("", "stop"))
+
+    def give_back(self, tenant: str, num_tokens: int) -> None:
+        """Gives tokens back to a tenant: of a request that had ended by itself before it was known that its text had ended ``num_tokens`` earlier."""
+        self._admission.give_back(tenant, num_tokens, self._clock())
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step and collects the one that is due. Does nothing without work.
@@ -452,7 +472,7 @@ class Engine:
             self._counts.num_generated_tokens += len(token_ids)
             return self._emit_error(sequence, error)
         if delta.num_tokens < len(token_ids):
-            sequence.truncate(len(sequence.token_ids) - len(token_ids) + delta.num_tokens)
+            self._scheduler.truncate(sequence, sequence.num_generated_tokens - len(token_ids) + delta.num_tokens)
             token_ids = token_ids[: delta.num_tokens]
         self._counts.num_generated_tokens += len(token_ids)
         return self._emit(sequence, tuple(token_ids), delta)
@@ -472,7 +492,7 @@ class Engine:
     def _emit_error(self, sequence: Sequence, error: Exception, *, logged: bool = False) -> RequestOutput:
         if not logged:
             logger.error("request %s failed", sequence.request.request_id, exc_info=error)
-        return self._emit(sequence, (), Delta("", "error"), f"{type(error).__name__}: {error}")
+        return self._emit(sequence, (), Delta("", "error"), to_data(error))
 
     def _schedule(self, now_s: float) -> Schedule:
         """The next step; and how fast the queue moved in the last one goes into the estimates of waiting times."""
@@ -490,11 +510,9 @@ class Engine:
 
     def _refuse(self, sequence: Sequence, error: JaxserveError, reason: RefusalReason) -> RequestOutput:
         self._counts.refused[reason] += 1
-        return self._emit(sequence, (), Delta("", "error"), str(error), error)
+        return self._emit(sequence, (), Delta("", "error"), to_data(error))
 
-    def _emit(
-        self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: str | None = None, refusal: JaxserveError | None = None
-    ) -> RequestOutput:
+    def _emit(self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: ErrorData | None = None) -> RequestOutput:
         request_id = sequence.request.request_id
         degraded_max_tokens = self._generations[request_id].degraded_max_tokens
         times = None
@@ -519,7 +537,6 @@ class Engine:
             ),
             error=error,
             times=times,
-            refusal=refusal,
             degraded_max_tokens=degraded_max_tokens,
         )
 

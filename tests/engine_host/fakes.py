@@ -12,7 +12,9 @@ from typing import Any
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule, SequenceResult
+from jaxserve.errors import JaxserveError, from_data
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.request import RequestOutput
 
 EOS = 256
 SPECIAL = 257
@@ -240,6 +242,11 @@ class FakeDetokenizer:
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def refusal_of(output: RequestOutput) -> JaxserveError | None:
+    """The error that the client of an ended request gets, if it gets one."""
+    return None if output.error is None else from_data(output.error)
 
 
 def scripted(*outputs: Sequence[int], prompt_len: int = 1) -> NextToken:

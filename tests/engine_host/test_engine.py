@@ -15,7 +15,7 @@ from jaxserve.engine.engine import Engine, fold_seed
 from jaxserve.engine.requests.params import resolve_params
 from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError, ReaderTimeoutError
 from jaxserve.request import RequestOutput, SamplingParams, Usage
-from tests.engine_host.fakes import EOS, VOCAB_SIZE, FakeRunner, FakeTokenizer, fake_engine, fake_spec, plain_run, scripted
+from tests.engine_host.fakes import EOS, VOCAB_SIZE, FakeRunner, FakeTokenizer, fake_engine, fake_spec, plain_run, refusal_of, scripted
 
 
 def finish_all(engine: Engine) -> dict[str, list[RequestOutput]]:
@@ -231,7 +231,7 @@ class TestFaults:
         engine.step()
         runner.errors = [RuntimeError("device on fire")]
         outputs = engine.step()
-        assert {(output.request_id, output.finish_reason, output.error) for output in outputs} == {
+        assert {(output.request_id, output.finish_reason, str(refusal_of(output))) for output in outputs} == {
             (request_id, "error", "RuntimeError: device on fire") for request_id in (first, second)
         }
         engine.check_integrity()
@@ -263,7 +263,7 @@ class TestFaults:
         monkeypatch.setattr(engine.tokenizer, "detokenizer", lambda *_, **__: Broken(), raising=False)
         broken = add(engine, [1], max_tokens=3)
         outputs = finish_all(engine)
-        assert (outputs[broken][-1].finish_reason, outputs[broken][-1].error) == ("error", "ValueError: no such text")
+        assert (outputs[broken][-1].finish_reason, str(refusal_of(outputs[broken][-1]))) == ("error", "ValueError: no such text")
         assert outputs[healthy][-1].finish_reason == "length"
 
     def test_a_dead_runner_is_not_hidden(self) -> None:
@@ -316,7 +316,7 @@ class TestPause:
         engine.pause(late)
         now_s += 0.1
         (output,) = engine.step()
-        assert output.request_id == lost and isinstance(output.refusal, ReaderTimeoutError)
+        assert output.request_id == lost and isinstance(refusal_of(output), ReaderTimeoutError)
         assert engine.step() == [] and engine.idle_s == pytest.approx(9.9)
         engine.resume(late)
         assert finish_all(engine)[late][-1].finish_reason == "length"

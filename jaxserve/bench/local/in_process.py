@@ -148,8 +148,8 @@ class _Driver:
             if output.finish_reason is None:
                 continue
             del self.under_way[output.request_id]
-            outcome: Outcome = "success" if output.error is None else "refused" if isinstance(output.refusal, _REFUSALS) else "error"
-            self._end(one, outcome, now_s, output.error, output)
+            outcome: Outcome = "success" if output.error is None else "refused" if issubclass(output.error.error_class, _REFUSALS) else "error"
+            self._end(one, outcome, now_s, None if output.error is None else output.error.message, output)
             if outcome == "success":  # a conversation does not go on from an answer that never came
                 self._go_on(one.session, now_s)
 

@@ -307,6 +307,12 @@ class Scheduler:
                 self._on_preempted(sequence)
             rank.cache.clear()
 
+    def truncate(self, sequence: Sequence, num_generated_tokens: int) -> None:
+        """Forgets the generated tokens after the first so many, for a sequence that is to end there: it cannot go on."""
+        num_tokens = sequence.num_prompt_tokens + num_generated_tokens
+        del sequence.token_ids[num_tokens:]
+        del sequence.cache_path.digests[num_tokens // self.ranks[0].pool.page_size :]
+
     def pause(self, sequence: Sequence) -> None:
         """Stops a sequence until ``resume``, in whatever state it is; slot and pages are free at once, the pages' content stays in the prefix cache while
         nobody needs the room. Does nothing to one that is paused or has ended.

@@ -124,11 +124,6 @@ class Sequence:
         is_last = num_tokens >= self.num_prompt_tokens + self.max_tokens
         return 0 if is_last or self.lag is not Lag.NONE else num_tokens - self.num_scheduled_tokens
 
-    def truncate(self, num_tokens: int) -> None:
-        """Forgets the tokens behind the first ``num_tokens``, as if they had not been generated. The sequence runs no more after this."""
-        assert num_tokens >= self.num_prompt_tokens
-        del self.token_ids[num_tokens:]
-
 
 def by_order(sequence: Sequence) -> tuple[float, int]:
     """A key for sorting."""
