@@ -31,7 +31,7 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import Model
 from jaxserve.plan.compile_layout import compiler_words, device_bytes, topology_devices
-from jaxserve.plan.target import Target, parse_target
+from jaxserve.plan.topology import Topology, parse_topology
 
 Progress = Callable[[int, int], None]
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"done": done, "total": total}), flush=True)
 
     try:
-        manifest = compile_ahead(load_config(values=json.loads(settings)), Path(folder), parse_target(target) if target else None, show)
+        manifest = compile_ahead(load_config(values=json.loads(settings)), Path(folder), parse_topology(target) if target else None, show)
     except JaxserveError as error:
         print(json.dumps({"error": str(error), "kind": "config" if isinstance(error, ConfigError) else "failed"}), flush=True)
         return 1
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def compile_ahead(config: Config, folder: Path, target: Target | None, progress: Progress) -> Manifest:
+def compile_ahead(config: Config, folder: Path, target: Topology | None, progress: Progress) -> Manifest:
     """Compiles every bucket and writes the folder.
 
     Args:
@@ -119,7 +119,7 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
     )
 
 
-def _memory_beside(model: Model, layout: Layout, target: Target | None) -> Memory:
+def _memory_beside(model: Model, layout: Layout, target: Topology | None) -> Memory:
     """A device's memory with the weights in it."""
     weight_bytes = device_bytes(abstract_params(model, layout))
     if target is not None:

@@ -29,7 +29,6 @@ from jaxserve.dims import ceil_div
 from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
 from jaxserve.engine.step.batch import Bucket, packed_batch
 from jaxserve.engine.step.function import abstract_carry
-from jaxserve.kernels_pallas.proof import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     IMPLEMENTATIONS,
     NO_WINDOW,
@@ -39,6 +38,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     make_problem,
     ragged_paged_attention,
 )  # fmt: skip
+from jaxserve.kernels_pallas.ragged_paged_attention.proof import comparison
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.target import current_target, find_chip
 from jaxserve.mesh import make_layout
@@ -107,12 +107,12 @@ def correctness(on_gpu: bool) -> Iterator[Row]:
     for case in cases:
         start = time.perf_counter()
         try:
-            comparison = numerics.compare(IMPLEMENTATIONS[NAME], case)
+            found = comparison.compare(IMPLEMENTATIONS[NAME], case)
         except Exception as error:  # One broken case must not hide the others.
             yield Row("correctness", case.name, ok=False, note=f"{type(error).__name__}: {str(error)[:200]}")
             continue
         milliseconds = (time.perf_counter() - start) * 1e3
-        yield Row("correctness", case.name, milliseconds, comparison.error, "rel. norm", comparison.held, "" if comparison.held else str(comparison))
+        yield Row("correctness", case.name, milliseconds, found.error, "rel. norm", found.held, "" if comparison.held else str(found))
 
 
 def full_batch(rows: int, new: int, context: int, width: int, num_pages: int) -> RaggedBatch:

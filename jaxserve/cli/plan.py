@@ -85,14 +85,14 @@ def plan(
     from jaxserve.plan.measured import Measured, comparisons, read_measured
     from jaxserve.plan.planner import Question, plan_layouts
     from jaxserve.plan.request import Load
-    from jaxserve.plan.target import parse_target
+    from jaxserve.plan.topology import parse_topology
     from jaxserve.plots import require_matplotlib
 
     require_folder("--html", html)
     if html is not None:
         require_matplotlib()
     seen: Measured = {} if measured is None else read_measured(measured)
-    targets = [parse_target(text) for text in on]
+    targets = [parse_topology(text) for text in on]
     wanted = mesh or ["all"]
     layouts = [
         (target, shape)

@@ -1,4 +1,4 @@
-"""Compiles one step of one layout for one target. Runs as a process of its own: ``python -m jaxserve.plan.compile_layout REQUEST``."""
+"""Compiles one step of one layout for one topology. Runs as a process of its own: ``python -m jaxserve.plan.compile_layout REQUEST``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxserve.kernels_pallas.proof.targets import gpu_config
 from jaxserve.mesh import make_layout
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.request import STEPS, LayoutRequest
-from jaxserve.plan.target import Target, parse_target
+from jaxserve.plan.topology import Topology, parse_topology
 from jaxserve.plan.traffic import measure_traffic
 
 _OUT_OF_MEMORY = re.compile(r"[^.\n]*(?:out of memory|OOM)[^\n]*", re.IGNORECASE)
@@ -35,7 +35,7 @@ _OUT_OF_MEMORY = re.compile(r"[^.\n]*(?:out of memory|OOM)[^\n]*", re.IGNORECASE
 def main(request_json: str) -> int:
     """Prints JSON objects, one a line: ``{"arrays": …}``, then what the compile gave, or ``{"error": …, "kind": …}``."""
     request = LayoutRequest.from_json(request_json)
-    target = parse_target(request.target)
+    target = parse_topology(request.target)
     try:
         for row in compile_step(request, topology_devices(target), platform=target.chip.platform):
             print(json.dumps(row), flush=True)
@@ -46,11 +46,11 @@ def main(request_json: str) -> int:
     return 0
 
 
-def topology_devices(target: Target) -> list[Any]:
+def topology_devices(topology: Topology) -> list[Any]:
     """The devices of chips that need not be here."""
-    if target.chip.platform == "tpu":
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=str(target)).devices)
-    return list(topologies.get_topology_desc("", "cuda", target_config=gpu_config(target.chip.name), topology=f"1x1x{target.num_chips}").devices)
+    if topology.chip.platform == "tpu":
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices)
+    return list(topologies.get_topology_desc("", "cuda", target_config=gpu_config(topology.chip.name), topology=f"1x1x{topology.num_chips}").devices)
 
 
 def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -> Iterator[dict[str, Any]]:

@@ -48,12 +48,12 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutRequest:
-    """One step of one layout of one target.
+    """One step of one layout on one topology.
 
     Args:
         source: MODEL, as the user wrote it.
         settings: ``section.key=value`` words: dtypes, page size, sharding rules.
-        target: As ``target.parse_target`` reads it.
+        target: The topology to compile for, as ``topology.parse_topology`` reads it.
         mesh: The layout.
         load: What runs at once.
         step: Which step to compile.

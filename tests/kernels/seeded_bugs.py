@@ -9,7 +9,8 @@ from unittest import mock
 
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.kernels_pallas.proof.checked import check_case
+from jaxserve.kernels_pallas.proof.checked import check
+from jaxserve.kernels_pallas.ragged_paged_attention.proof.comparison import compare_checked
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_write import write_windows
 
@@ -60,4 +61,4 @@ BUGS = {bug.__name__: bug for bug in (missing_wait, page_out_of_range, wrong_slo
 
 if __name__ == "__main__":
     case = next(case for case in CASES if case.name == "decode_only")
-    print(json.dumps(check_case(case, write_phase=BUGS[sys.argv[1]])))
+    print(json.dumps(check(case.name, lambda interpret: compare_checked(case, interpret, write_phase=BUGS[sys.argv[1]]))))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels_pallas.chips import CHIPS
-from jaxserve.kernels_pallas.proof.refusals import REFUSALS
 from jaxserve.kernels_pallas.ragged_paged_attention import api, gpu_tiles, tuned
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES
+from jaxserve.kernels_pallas.ragged_paged_attention.proof.refusals import REFUSALS
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import Case, make_inputs
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles, choose_tiles, decode_bytes, prefill_bytes, vmem_limit
 from jaxserve.kernels_pallas.target import Target, find_chip

@@ -8,6 +8,7 @@ import pytest
 from jaxserve.kernels_pallas.proof import targets
 from jaxserve.kernels_pallas.proof.check import compile_cells
 from jaxserve.kernels_pallas.proof.compiling import large_copies
+from jaxserve.kernels_pallas.ragged_paged_attention.proof.registration import PROOF
 
 
 def needs(target):
@@ -20,7 +21,7 @@ def needs(target):
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_the_op_compiles_in_place(target):
     needs(target)
-    cells = list(compile_cells(target, "quick"))
+    cells = list(compile_cells(PROOF, target, "quick"))
     assert len(cells) == 3
     assert all(cell.held for cell in cells), cells
 
@@ -30,7 +31,7 @@ def test_the_op_compiles_in_place(target):
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_every_combination_compiles(target):
     needs(target)
-    cells = list(compile_cells(target, "all"))
+    cells = list(compile_cells(PROOF, target, "all"))
     assert len(cells) == 30
     assert all(cell.held for cell in cells), [cell for cell in cells if not cell.held]
 

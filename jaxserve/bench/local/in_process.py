@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.bench.load.load import Observer, Record, Run, Silent
-from jaxserve.bench.load.target import Outcome, Stream
+from jaxserve.bench.load.system_under_test import Outcome, Stream
 from jaxserve.bench.workload.plan import PlannedRequest
 from jaxserve.bench.workload.prompts import IdPrompts
 from jaxserve.engine.engine import Engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,12 +55,3 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(implementation="pallas_tpu", name="on_a_gpu", problem=_problem(_GPU), reason="it needs a TPU"),
     Refusal(implementation="pallas_gpu", name="on_a_tpu", problem=_problem(_TPU), reason="it needs an NVIDIA GPU"),
 )
-
-
-def rows() -> Iterator[dict[str, Any]]:
-    """Each refusal as a row of the proof harness: it holds if the message gives the reason."""
-    for refusal in REFUSALS:
-        message = refusal.message
-        held = message is not None and refusal.reason in message
-        detail = f"refused: {message}" if message else "it is served"
-        yield {"check": "refusal", "implementation": refusal.implementation, "shape": refusal.name, "held": held, "detail": detail}
