@@ -26,8 +26,9 @@ import numpy as np
 
 from jaxserve.config import ShardingConfig
 from jaxserve.dims import ceil_div
-from jaxserve.engine.step.batch import Bucket, packed_batch
-from jaxserve.engine.step.function import Carry, attention_problem, make_step
+from jaxserve.engine.step.batch import packed_batch
+from jaxserve.engine.step.buckets import Bucket
+from jaxserve.engine.step.function import abstract_carry, attention_problem, make_step
 from jaxserve.kernels_pallas.proof import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     IMPLEMENTATIONS,
@@ -203,20 +204,21 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
         shape = PoolShape(
             num_layers=spec.num_layers, num_pages=rows * width, page_size=PAGE_SIZE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=jnp.bfloat16
         )  # fmt: skip
-        bucket = Bucket(rows, rows, width, True)
+        bucket = Bucket(rows, rows, width, True, "greedy")
         attention = choose_implementation(NAME, attention_problem(model, bucket, shape, layout))
         step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
         pool = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), attention.init_pool(shape))
+        carry = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract_carry(rows, layout))
         packed = jnp.asarray(packed_batch(bucket, num_rows=rows, query_len=1, context_len=context, page_size=PAGE_SIZE))
         start = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, Carry(jnp.zeros(rows, jnp.int32)), packed).compile()
+        compiled = jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, abstract_carry(rows, layout), packed).compile()
         compile_s = time.perf_counter() - start
 
         def run(state: Any, compiled: Any = compiled, packed: Any = packed) -> Any:
             pool, carry, _ = compiled(params, state[0], state[1], packed)
             return pool, carry
 
-        seconds, state = measure(run, (pool, Carry(jnp.zeros(rows, jnp.int32))), calls=20 if on_gpu else 1)
+        seconds, state = measure(run, (pool, carry), calls=20 if on_gpu else 1)
         del state, pool
         kv_bytes = rows * context * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 2
         roofline = (weight_bytes + kv_bytes) / (copy_rate)

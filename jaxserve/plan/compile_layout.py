@@ -19,7 +19,7 @@ from jaxserve.config import load_config
 from jaxserve.dims import ceil_div
 from jaxserve.engine.programs.plan import make_model
 from jaxserve.engine.programs.pool_plan import abstract_pool, device_pool_shape
-from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.engine.step.execution import choose_execution
 from jaxserve.engine.step.function import abstract_carry, abstract_params, attention_problem, lower_step, make_step
 from jaxserve.errors import JaxserveError
@@ -74,7 +74,7 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
     model = make_model(open_spec(request.source)[1], config, execution, layout)
     rows, page_size = load.rows(mesh.data), config.cache.page_size
     table_width = ceil_div(load.context, page_size)
-    buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode") for step in STEPS}
+    buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode", execution.sampling[-1]) for step in STEPS}
     shape = device_pool_shape(model.spec, layout, num_pages=load.sequences(mesh.data) * table_width, page_size=page_size, dtype=execution.kv_dtype)
     attention = choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.values()))
     params, pool, carry = abstract_params(model, layout), abstract_pool(attention, shape, layout), abstract_carry(rows, layout)

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.config import ShardingConfig
 from jaxserve.engine.programs.pool_plan import abstract_pool, device_pool_shape
-from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.engine.step.function import abstract_carry, abstract_params, lower_step, make_step
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout

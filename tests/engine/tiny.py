@@ -11,7 +11,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs.memory import Memory
 from jaxserve.engine.programs.plan import make_model
 from jaxserve.engine.programs.pool_plan import plan_pool
-from jaxserve.engine.step.batch import make_buckets, table_width
+from jaxserve.engine.step.buckets import make_buckets, table_width
 from jaxserve.engine.step.execution import choose_execution
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import ShardingConfig
-from jaxserve.engine.step.batch import Bucket
-from jaxserve.engine.step.function import Carry, attention_problem, make_step
+from jaxserve.engine.step.buckets import Bucket
+from jaxserve.engine.step.function import abstract_carry, attention_problem, make_step
 from jaxserve.kernels_pallas.proof.compiling import compile_report, device_of, place
 from jaxserve.kernels_pallas.proof.targets import TPU_TOPOLOGIES
 from jaxserve.kernels_pallas.ragged_paged_attention.api import PoolShape, choose_implementation
@@ -22,7 +22,7 @@ from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import ModelSpec
 
-BUCKETS = {"decode": Bucket(64, 64, 512, True), "mixed": Bucket(512, 64, 512, False)}
+SHAPES = {"decode": (64, 64, 512, True), "mixed": (512, 64, 512, False)}
 
 
 def local_spec(name: str, ranks: int) -> ModelSpec:
@@ -34,21 +34,21 @@ def local_spec(name: str, ranks: int) -> ModelSpec:
 
 
 def main(target: str) -> None:
-    layers = "scan" if target in TPU_TOPOLOGIES else "unroll"
+    layers, sampling = ("scan", "any") if target in TPU_TOPOLOGIES else ("unroll", "filtered")
     for name, ranks, num_pages in (("llama-3.1-8b", 1, 2048), ("llama-3.1-70b", 8, 4096)):
         spec = local_spec(name, ranks)
         model = build_model(spec, dtype=jnp.dtype(jnp.bfloat16), layers=layers)
         shape = PoolShape(
             num_layers=spec.num_layers, num_pages=num_pages, page_size=16, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=jnp.bfloat16
         )  # fmt: skip
-        for kind, bucket in BUCKETS.items():
+        for kind, sizes in SHAPES.items():
+            bucket = Bucket(*sizes, sampling)
             with device_of(target) as sharding:
                 layout = make_layout(MeshShape(), ShardingConfig(), list(sharding.mesh.devices.flat))
                 attention = choose_implementation("auto", attention_problem(model, bucket, shape, layout))
                 step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
                 packed = jax.ShapeDtypeStruct((1, bucket.packed_size), jnp.int32)
-                carry = Carry(jax.ShapeDtypeStruct((64,), jnp.int32))
-                arguments = place((model.abstract_params(), attention.init_pool(shape), carry, packed), sharding)
+                arguments = place((model.abstract_params(), attention.init_pool(shape), abstract_carry(64, layout), packed), sharding)
                 begin_s = time.process_time()
                 report = compile_report(step, arguments, arguments[1], donate=(1, 2))
                 cpu_s = time.process_time() - begin_s
