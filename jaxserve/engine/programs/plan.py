@@ -110,9 +110,7 @@ def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progr
                 progress(done, len(every))
 
 
-def lower_bucket(
-    model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int, states: Sequence[SlotState] = ()
-) -> jax.stages.Lowered:
+def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int, states: Sequence[SlotState] = ()) -> jax.stages.Lowered:
     """The step of a bucket, ready to compile.
 
     Args:
