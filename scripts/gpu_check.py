@@ -27,7 +27,8 @@ import numpy as np
 from jaxserve.config import ShardingConfig
 from jaxserve.dims import ceil_div
 from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
-from jaxserve.engine.step.batch import Bucket, packed_batch
+from jaxserve.engine.step.batch import packed_batch
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.engine.step.function import abstract_carry
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     IMPLEMENTATIONS,
@@ -201,7 +202,7 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
     context = 1024 if on_gpu else 32
     for rows in (1, 8, 64, 256) if on_gpu else (2,):
         width = ceil_div(context + 64, PAGE_SIZE)
-        bucket = Bucket(rows, rows, width, True)
+        bucket = Bucket(rows, rows, width, True, "greedy")
         plan = pool_of_size(model, layout, [bucket], num_pages=rows * width, page_size=PAGE_SIZE, kv_dtype=jnp.bfloat16, attention=NAME)
         carry = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract_carry(rows, layout))
         packed = jnp.asarray(packed_batch(bucket, num_rows=rows, query_len=1, context_len=context, page_size=PAGE_SIZE))

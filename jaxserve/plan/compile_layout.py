@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jaxserve.config import load_config
 from jaxserve.dims import ceil_div
 from jaxserve.engine.programs.plan import lower_bucket, make_model, pool_of_size
-from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.engine.step.execution import choose_execution
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.errors import JaxserveError
@@ -71,7 +71,7 @@ def compile_step(request: LayoutRequest, devices: list[Any], *, platform: str) -
     model = make_model(open_spec(request.source)[1], config, execution, layout)
     rows, page_size = load.rows(mesh.data), config.cache.page_size
     table_width = ceil_div(load.context, page_size)
-    buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode") for step in STEPS}
+    buckets = {step: Bucket(load.tokens(step, mesh.data), rows, table_width, step == "decode", execution.sampling[-1]) for step in STEPS}
     plan = pool_of_size(
         model, layout, list(buckets.values()), num_pages=load.sequences(mesh.data) * table_width, page_size=page_size, kv_dtype=execution.kv_dtype,
         attention=config.engine.attention,

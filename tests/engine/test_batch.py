@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.scheduling.schedule import RankSchedule, Schedule, ScheduledSequence
 from jaxserve.engine.scheduling.sequence import Sequence
-from jaxserve.engine.step.batch import BatchBuilder, Bucket, Buckets, make_buckets, packed_batch
+from jaxserve.engine.step.batch import BatchBuilder, packed_batch
+from jaxserve.engine.step.buckets import Bucket, Buckets, make_buckets
 from jaxserve.engine.step.function import unpack
 from jaxserve.request import Request, SamplingParams
 
@@ -45,7 +46,7 @@ def test_unpacking_gives_what_was_scheduled(parts: list[tuple[int, int]], random
     pages = list(range(NUM_PAGES))
     random.shuffle(pages)
     schedule = make_schedule(parts, pages)
-    bucket, packed = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS).build(schedule)
+    bucket, packed, _ = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS).build(schedule)
     assert bucket in BUCKETS.all()
     step_input = jax.tree.map(np.asarray, unpack(packed[0], bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES))
     ragged, sampling = step_input.ragged, step_input.sampling
@@ -79,7 +80,7 @@ def test_a_slot_forgets_its_last_owner() -> None:
 
     def row_of(sequence: Sequence) -> np.ndarray:
         schedule = Schedule((rank_schedule([ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, True)]),))
-        bucket, packed = builder.build(schedule)
+        bucket, packed, _ = builder.build(schedule)
         return unpack(packed[0], bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).ragged.page_table_BM[0]
 
     first = make_sequence(2, 8, [7, 8])
@@ -97,7 +98,7 @@ def test_rows_that_draw_nothing_have_no_filters() -> None:
     greedy = ScheduledSequence(make_sequence(3, 1, [0], temperature=0.0), 0, 1, True)
     sampled = ScheduledSequence(make_sequence(2, 1, [1]), 0, 1, True)
     third = ScheduledSequence(make_sequence(1, 1, [2], temperature=0.0), 0, 1, True)
-    bucket, packed = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS).build(Schedule((rank_schedule([greedy, sampled, third]),)))
+    bucket, packed, _ = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS).build(Schedule((rank_schedule([greedy, sampled, third]),)))
     sampling = unpack(packed[0], bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).sampling
     off = np.iinfo(np.int32).max
     assert bucket.num_rows == 4, "one row is padding"

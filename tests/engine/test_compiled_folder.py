@@ -16,7 +16,7 @@ from jaxserve.engine.programs.manifest import Manifest, read_manifest, sha256
 from jaxserve.engine.programs.memory import Memory
 from jaxserve.engine.programs.plan import lower_bucket, plan_programs
 from jaxserve.engine.programs.pool_plan import PoolPlan
-from jaxserve.engine.step.batch import Buckets
+from jaxserve.engine.step.buckets import Buckets
 from jaxserve.engine.step.execution import choose_execution
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.errors import ConfigError

@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve.config import ShardingConfig
 from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
-from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape

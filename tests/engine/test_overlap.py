@@ -37,11 +37,11 @@ def serve(engine: Engine, num_requests: int, *, seed: int) -> tuple[dict[str, tu
     for number in range(num_requests):
         prompt = [rng.randrange(4)] * rng.randrange(0, 30) + [rng.randrange(300) for _ in range(rng.randrange(1, 5))]
         params = SamplingParams(
-            max_tokens=rng.randrange(1, 24), seed=rng.randrange(50), stop_token_ids=tuple(rng.sample(range(300), 12)),
+            max_tokens=rng.randrange(1, 50), seed=rng.randrange(50), stop_token_ids=tuple(rng.sample(range(300), 6)),
             stop=rng.choice([(), ("e",), ("ab", "1")]), **rng.choice(KINDS),
         )  # fmt: skip
         engine.add(engine.make_request(prompt, params, f"r{number}"))
-        for _ in range(actions.randrange(7)):
+        for _ in range(actions.randrange(4)):
             take(engine.step())
         victim = f"r{actions.randrange(number + 1)}"
         chance = actions.random()
@@ -79,7 +79,7 @@ def serve(engine: Engine, num_requests: int, *, seed: int) -> tuple[dict[str, tu
 )
 def test_random_requests_get_the_same_tokens(mesh: MeshShape, num_requests: int) -> None:
     plain = tiny_engine(
-        mesh=mesh, page_size=4, num_pages=26, max_num_seqs=4, max_tokens_per_step=16, token_buckets=(16,), preemption="swap", num_host_pages=6,
+        mesh=mesh, page_size=4, num_pages=26, max_num_seqs=4, max_tokens_per_step=16, token_buckets=(16,), preemption="swap", num_host_pages=12,
     )  # fmt: skip
     with_overlap = overlapped(plain)
     want, num_stopped = serve(plain, num_requests, seed=num_requests)
@@ -99,13 +99,13 @@ def test_a_packed_batch_is_never_written_again(monkeypatch: pytest.MonkeyPatch) 
     build, packed = runner._builder.build, list[tuple[np.ndarray, bytes]]()
 
     def watched(schedule: Schedule) -> Any:
-        bucket, packed_RX = build(schedule)
-        packed.append((packed_RX, packed_RX.tobytes()))
-        return bucket, packed_RX
+        batch = build(schedule)
+        packed.append((batch.packed, batch.packed.tobytes()))
+        return batch
 
     monkeypatch.setattr(runner._builder, "build", watched)
     run(engine, [([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)), ([4] * 20, SamplingParams(max_tokens=5, ignore_eos=True))])
-    assert len(packed) > 9 and all(array.tobytes() == before for array, before in packed)
+    assert len(packed) >= 9 and all(array.tobytes() == before for array, before in packed)
     assert not any(np.shares_memory(first, second) for (first, _), (second, _) in itertools.pairwise(packed))
 
 

@@ -87,9 +87,9 @@ def test_a_row_that_its_candidates_decide_makes_no_other_row_search(monkeypatch:
     searched: list[tuple[list[int], list[float], list[float]]] = []
     whole = split_sampler._draw_from_all
 
-    def spy(logits, largest, params, axis):
+    def spy(logits, largest, params, *rest):
         jax.debug.callback(lambda *columns: searched.append(tuple(column.tolist() for column in columns)), *params[1:4])
-        return whole(logits, largest, params, axis)
+        return whole(logits, largest, params, *rest)
 
     monkeypatch.setattr(split_sampler, "_draw_from_all", spy)
     filtered, flat, greedy = arrays(1, top_k=5, top_p=0.9, min_p=0.01), arrays(1, temperature=9.0), arrays(1, temperature=0.0, top_k=7)

@@ -16,7 +16,8 @@ from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
 from jaxserve.engine.scheduling.schedule import Schedule, SequenceResult
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.scheduling.sequence import Sequence
-from jaxserve.engine.step.batch import BatchBuilder, make_buckets
+from jaxserve.engine.step.batch import BatchBuilder
+from jaxserve.engine.step.buckets import make_buckets
 from jaxserve.request import Request, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_spec, results_of
 

@@ -52,6 +52,25 @@ def test_whole_steps_of_large_models_compile(target, limit_s):
         assert report["cpu_seconds"] < limit_s, report
 
 
+@pytest.mark.aot
+def test_no_program_of_a_gpu_has_a_conditional():
+    """The host would wait for the device at each. On two chips the sampler is the one of a split vocabulary."""
+    needs("h200")
+    done = subprocess.run(
+        targets.command("tests.kernels.step_programs", "h200:2"), env=targets.environment("h200"), capture_output=True, text=True, timeout=900, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(program["mesh"], program["sampling"]) for program in programs] == [
+        (mesh, sampling)
+        for mesh in ("data=1,model=1", "data=1,model=2")
+        for sampling in ("filtered", "greedy", "plain", "any")
+        if (mesh, sampling) != ("data=1,model=2", "any")
+    ]
+    for program in programs:
+        assert (program["conditionals"] > 0) == (program["sampling"] == "any"), program
+
+
 def test_copies_of_the_pool_are_seen():
     program = """
   %copy.1 = bf16[64,8,16,256]{3,2,1,0:T(8,128)(2,1)} copy(%param.1)

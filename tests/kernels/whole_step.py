@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import ShardingConfig
 from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
-from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.kernels_pallas.proof.compiling import compile_report, device_of
 from jaxserve.kernels_pallas.proof.targets import TPU_TOPOLOGIES
@@ -22,7 +22,7 @@ from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import build_model
 from jaxserve.models.spec import ModelSpec
 
-BUCKETS = {"decode": Bucket(64, 64, 512, True), "mixed": Bucket(512, 64, 512, False)}
+SHAPES = {"decode": (64, 64, 512, True), "mixed": (512, 64, 512, False)}
 
 
 def local_spec(name: str, ranks: int) -> ModelSpec:
@@ -34,11 +34,12 @@ def local_spec(name: str, ranks: int) -> ModelSpec:
 
 
 def main(target: str) -> None:
-    layers = "scan" if target in TPU_TOPOLOGIES else "unroll"
+    layers, sampling = ("scan", "any") if target in TPU_TOPOLOGIES else ("unroll", "filtered")
     for name, ranks, num_pages in (("llama-3.1-8b", 1, 2048), ("llama-3.1-70b", 8, 4096)):
         spec = local_spec(name, ranks)
         model = build_model(spec, dtype=jnp.dtype(jnp.bfloat16), layers=layers)
-        for kind, bucket in BUCKETS.items():
+        for kind, sizes in SHAPES.items():
+            bucket = Bucket(*sizes, sampling)
             with device_of(target) as sharding:
                 layout = make_layout(MeshShape(), ShardingConfig(), list(sharding.mesh.devices.flat))
                 plan = pool_of_size(model, layout, [bucket], num_pages=num_pages, page_size=16, kv_dtype=jnp.bfloat16)

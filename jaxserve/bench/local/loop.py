@@ -16,7 +16,7 @@ from jaxserve.config import Config
 from jaxserve.dims import ceil_div
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
-from jaxserve.engine.step.batch import make_buckets, table_width
+from jaxserve.engine.step.buckets import make_buckets, table_width
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import SamplingParams
 from jaxserve.tokenizer import Tokenizer

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule, SequenceResult
-from jaxserve.engine.step.batch import BatchBuilder, Buckets
+from jaxserve.engine.step.batch import BatchBuilder
+from jaxserve.engine.step.buckets import Buckets
 
 
 class SimulatedDevice:
@@ -50,7 +51,7 @@ class SimulatedDevice:
 
     def dispatch(self, schedule: Schedule) -> SimulatedStep:
         """Starts a step once those before it have ended."""
-        bucket, _ = self._builder.build(schedule)
+        bucket = self._builder.build(schedule).bucket
         now_s = time.perf_counter()
         if self._ends_s is not None:
             self.idle_s += max(0.0, now_s - self._ends_s)

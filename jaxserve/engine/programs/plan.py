@@ -15,9 +15,10 @@ import jax
 from jaxserve.config import CacheConfig, Config
 from jaxserve.engine.programs.memory import Memory
 from jaxserve.engine.programs.pool_plan import PoolPlan, device_pool_shape, plan_pool
-from jaxserve.engine.step.batch import Bucket, Buckets, make_buckets, table_width
+from jaxserve.engine.step.buckets import Bucket, Buckets, make_buckets, table_width
 from jaxserve.engine.step.execution import Execution
 from jaxserve.engine.step.function import abstract_carry, attention_problem, lower_step, make_step
+from jaxserve.engine.step.slot_state import SlotState
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, PoolShape, choose_implementation
 from jaxserve.mesh import Layout
@@ -56,6 +57,7 @@ def plan_programs(
         max_tokens=config.scheduler.max_tokens_per_step,
         max_rows=config.scheduler.max_num_seqs,
         table_width=width,
+        sampling=execution.sampling,
     )
     shape = device_pool_shape(model.spec, layout, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, dtype=execution.kv_dtype)
     plan = plan_pool(
@@ -144,7 +146,7 @@ def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progr
                 progress(done, len(every))
 
 
-def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int) -> jax.stages.Lowered:
+def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int, states: Sequence[SlotState] = ()) -> jax.stages.Lowered:
     """The step of a bucket, ready to compile: the one place where model, pool, attention, mesh and bucket become a program.
 
     Args:
@@ -153,9 +155,10 @@ def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *
         plan: The pool and the mesh.
         bucket: The shapes.
         max_num_seqs: Sequence slots of a data rank.
+        states: The wide state of each slot.
     """
-    step = make_step(model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout)
-    return lower_step(step, params, plan.abstract(), abstract_carry(max_num_seqs, plan.layout), bucket, plan.layout)
+    step = make_step(model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout, states=states)
+    return lower_step(step, params, plan.abstract(), abstract_carry(max_num_seqs, plan.layout, states), bucket, plan.layout)
 
 
 def _choose_attention(name: str, model: Model, buckets: Sequence[Bucket], shape: PoolShape, layout: Layout) -> Implementation:
