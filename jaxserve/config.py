@@ -96,7 +96,7 @@ class CacheConfig:
     """The paged KV pool.
 
     Args:
-        page_size: Slots (tokens) of one page.
+        page_size: Tokens that one page holds.
         num_pages: Pages of one layer and one data rank; ``None`` sizes the pool from ``memory_fraction``.
         memory_fraction: Share of the device's memory that the pool may take, as far as it is free, never more than all sequences at full length need;
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.

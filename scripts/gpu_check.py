@@ -124,10 +124,10 @@ def full_batch(rows: int, new: int, context: int, width: int, num_pages: int) ->
     table[:, :pages] = rng.permutation(num_pages)[: rows * pages].reshape(rows, pages)
     positions = np.tile(np.arange(context - new, context), rows).astype(np.int32)
     row = np.repeat(np.arange(rows), new)
-    slots = (table[row, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE).astype(np.int32)
+    entries = (table[row, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE).astype(np.int32)
     counts = np.array([rows if new == 1 else 0, rows], np.int32)
     starts = np.arange(0, rows * new + 1, new, dtype=np.int32)
-    return RaggedBatch(*(jnp.asarray(x) for x in (np.full(rows, context, np.int32), starts, table, slots, positions, counts)))
+    return RaggedBatch(*(jnp.asarray(x) for x in (np.full(rows, context, np.int32), starts, table, entries, positions, counts)))
 
 
 def attention_call(heads: tuple[int, int, int], rows: int, new: int, context: int) -> tuple[Callable[[Any], Any], Any]:

@@ -153,8 +153,8 @@ class Question:
     def pool_bytes(self, split: Split) -> int:
         """Of the pool that the load needs, on one device."""
         page_size = self.config.cache.page_size
-        slots = ceil_div(self.load.context, page_size) * page_size
-        return self.load.sequences(split.mesh.data) * slots * split.kv_token_bytes()
+        tokens = ceil_div(self.load.context, page_size) * page_size
+        return self.load.sequences(split.mesh.data) * tokens * split.kv_token_bytes()
 
 
 def plan_layouts(

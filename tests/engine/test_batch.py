@@ -66,10 +66,10 @@ def test_unpacking_gives_what_was_scheduled(parts: list[tuple[int, int]], random
             assert step_input.row_T[token] == row
             assert step_input.token_ids_T[token] == sequence.token_ids[position]
             assert ragged.positions_T[token] == position
-            assert ragged.slots_T[token] == sequence.page_ids[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+            assert ragged.entries_T[token] == sequence.page_ids[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
             token += 1
     assert ragged.counts_2.tolist() == [schedule.ranks[0].num_decodes, len(schedule.sequences)]
-    assert (ragged.slots_T[token:] == NUM_PAGES * PAGE_SIZE).all(), "padding must write to no page"
+    assert (ragged.entries_T[token:] == NUM_PAGES * PAGE_SIZE).all(), "padding must write to no page"
     padding = slice(len(schedule.sequences), None)
     assert (step_input.slot_B[padding] >= MAX_SEQS).all() and (ragged.context_lens_B[padding] == 0).all()
     assert (ragged.query_starts_B1[len(schedule.sequences) :] == token).all()
@@ -111,13 +111,13 @@ def test_a_batch_for_measuring_is_one_that_the_engine_could_pack() -> None:
     decode = unpack(packed_batch(Bucket(4, 4, WIDTH, True), num_rows=3, query_len=1, context_len=6, page_size=PAGE_SIZE)[0],
                     Bucket(4, 4, WIDTH, True), page_size=PAGE_SIZE, num_pages=NUM_PAGES)  # fmt: skip
     assert decode.ragged.counts_2.tolist() == [3, 3] and decode.ragged.context_lens_B.tolist() == [6, 6, 6, 0]
-    assert decode.ragged.slots_T.tolist() == [5, 13, 21, NUM_PAGES * PAGE_SIZE]
+    assert decode.ragged.entries_T.tolist() == [5, 13, 21, NUM_PAGES * PAGE_SIZE]
     bucket = Bucket(8, 2, WIDTH, False)
     packed = packed_batch(bucket, num_rows=1, query_len=7, context_len=7, page_size=PAGE_SIZE, num_ranks=2)
     for rank in packed:
         prefill = unpack(rank, bucket, page_size=PAGE_SIZE, num_pages=NUM_PAGES).ragged
         assert prefill.counts_2.tolist() == [0, 1] and prefill.query_starts_B1.tolist() == [0, 7, 7]
-        assert prefill.slots_T.tolist() == [*range(7), NUM_PAGES * PAGE_SIZE]
+        assert prefill.entries_T.tolist() == [*range(7), NUM_PAGES * PAGE_SIZE]
 
 
 def test_every_step_within_the_limits_has_a_bucket() -> None:

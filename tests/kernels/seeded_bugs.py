@@ -52,12 +52,12 @@ class _OneMore:
         return self.ref[index] + 1
 
 
-def wrong_slot(windows: Any, first_page: Any, new_ref: Any, pool_ref: Any, scratch: Any) -> None:
+def wrong_row(windows: Any, first_page: Any, new_ref: Any, pool_ref: Any, scratch: Any) -> None:
     """New rows go one row too far within their tile."""
     write_windows(windows._replace(rows_W=_OneMore(windows.rows_W)), first_page, new_ref, pool_ref, scratch)
 
 
-BUGS = {bug.__name__: bug for bug in (missing_wait, page_out_of_range, wrong_slot)}
+BUGS = {bug.__name__: bug for bug in (missing_wait, page_out_of_range, wrong_row)}
 
 if __name__ == "__main__":
     case = next(case for case in CASES if case.name == "decode_only")

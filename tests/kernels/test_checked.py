@@ -21,7 +21,7 @@ def run(module, *arguments, time_limit_s):
 
 @pytest.mark.parametrize(
     ("bug", "found"),
-    [("missing_wait", "wrong result|race|RACE"), ("page_out_of_range", "[Oo]ut-of-bounds"), ("wrong_slot", "wrong result")],
+    [("missing_wait", "wrong result|race|RACE"), ("page_out_of_range", "[Oo]ut-of-bounds"), ("wrong_row", "wrong result")],
 )
 def test_seeded_bugs_are_caught(bug, found):
     (result,) = run("tests.kernels.seeded_bugs", bug, time_limit_s=180)

@@ -1,4 +1,4 @@
-"""Runs the shared cases through an implementation and compares with the reference: outputs, and every slot of the pool."""
+"""Runs the shared cases through an implementation and compares with the reference: outputs, and every entry of the pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_write import write_windows
 
 NEEDS_FINITE_POOL = ("xla",)
-"""Implementations that multiply what nobody wrote by zero: stale slots must be finite, as in the engine, whose pool starts as zeros."""
+"""Implementations that multiply what nobody wrote by zero: stale entries must be finite, as in the engine, whose pool starts as zeros."""
 SMALL_TILES = Tiles(block_pages=2, query_block=16, write_buffers=2)
 """So that in the checking interpreter even small cases have several blocks and work items, and use every buffer again."""
 
@@ -80,7 +80,7 @@ def run(implementation: Implementation, case: Case, inputs: Inputs, *, checked: 
 def compare(implementation: Implementation, case: Case, *, seed: int = 0, checked: bool = False) -> Comparison:
     """Runs a case with the implementation and the reference.
 
-    Slots that no row owns hold NaN, so that reading one shows. Arguments as :func:`run`, ``seed`` as ``make_inputs``.
+    Entries that no row owns hold NaN, so that reading one shows. Arguments as :func:`run`, ``seed`` as ``make_inputs``.
 
     Raises:
         NotImplementedError: The implementation refuses the case.
