@@ -42,8 +42,8 @@ def note_positions(sums: Array, tokens: SlotTokens) -> Array:
 STATES = (SlotState("counts", (VOCAB,), jnp.int16, BASE, count), SlotState("positions", (), jnp.float32, 0.0, note_positions))
 
 
-def check(engine: Engine) -> int:
-    """Compares the state of each running sequence's slot with its tokens. Returns how many there are."""
+def check(engine: Engine, grown: set[str]) -> int:
+    """Compares the state of each running sequence's slot with its tokens; of those that have just grown, also the last one. Returns how many run."""
     runner: Any = engine._runner
     carry = jax.tree.map(lambda array: np.asarray(array).reshape(runner.num_ranks, runner.max_num_seqs, *array.shape[1:]), runner._carry)
     num_running = 0
@@ -54,17 +54,15 @@ def check(engine: Engine) -> int:
             np.testing.assert_array_equal(carry.states["counts"][place], want)
             assert carry.states["positions"][place] == known * (known - 1) / 2
             assert carry.num_tokens[place] == known
-            if len(sequence.token_ids) == known + 1:
+            if sequence.request.request_id in grown:
                 assert carry.last_token[place] == sequence.token_ids[-1]
             num_running += 1
     return num_running
 
 
 HISTORIES = {
-    "recomputed": {"preemption": "recompute"},
     "swapped": {"preemption": "swap", "num_host_pages": 40},
-    "ranks": {"preemption": "recompute", "mesh": MeshShape(2, 1)},
-    "split": {"preemption": "recompute", "mesh": MeshShape(1, 2)},
+    "recomputed": {"preemption": "recompute", "mesh": MeshShape(2, 2)},
 }
 
 
@@ -77,15 +75,15 @@ def test_counts_are_those_of_the_owner_after_random_histories(name: str) -> None
     rng = random.Random(name)
     prefixes = [[rng.randrange(VOCAB) for _ in range(25)] for _ in range(2)]
     num_checked = 0
-    for step in range(150):
-        if step < 110 and rng.random() < 0.3:
+    for step in range(100):
+        if step < 80 and rng.random() < 0.35:
             prompt = rng.choice(prefixes)[: rng.randint(1, 25)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
             engine.add(engine.make_request(prompt, SamplingParams(max_tokens=rng.randint(1, 40), seed=step, ignore_eos=True), str(step)))
-        if step < 110 and rng.random() < 0.05:
+        if step < 80 and rng.random() < 0.05:
             engine.abort(str(rng.randrange(step + 1)))
-        for output in engine.step():
-            assert output.error is None, output.error
-        num_checked += check(engine)
+        outputs = engine.step()
+        assert not any(output.error for output in outputs)
+        num_checked += check(engine, {output.request_id for output in outputs if output.token_ids})
     stats = engine.stats()
     assert num_checked > 100 and stats.num_preemptions > 0 and len(fills) > 5
 
