@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +12,8 @@ from jaxserve.config import MeshAxis, ShardingConfig
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Layout
 from jaxserve.mesh_shape import DATA, MODEL, MeshShape
-from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs, unrepeated
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import LayersForm, Params, build_params, param_specs, unrepeated
 from jaxserve.models.spec import ModelSpec
 
 _AXIS_NAMES = {"vocab": "vocabulary", "kv_heads": "number of KV heads", "mlp": "MLP width", "width": "width"}
@@ -37,16 +37,16 @@ def fit_kv_heads(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig, *, rep
     Raises:
         ConfigError: There are fewer, and repeating them is not allowed or does not come out even.
     """
-    K, ranks = spec.num_kv_heads, mesh.model
+    K, ranks = spec.attention.num_kv_heads, mesh.model
     fitted = _with_repeats(spec, ranks, rules)
     if fitted is None:
         raise ConfigError(
-            f"mesh {mesh}: {spec.num_heads} heads on {K} KV heads cannot be split over {ranks} model ranks (sharding.kv_heads), not even with KV heads "
-            f"repeated; {_nearest(spec, mesh, rules, MODEL)}"
+            f"mesh {mesh}: {spec.attention.num_heads} heads on {K} KV heads cannot be split over {ranks} model ranks (sharding.kv_heads), not even with KV "
+            f"heads repeated; {_nearest(spec, mesh, rules, MODEL)}"
         )
-    if fitted.kv_repeat > spec.kv_repeat and not replicate:
+    if fitted.attention.kv_repeat > spec.attention.kv_repeat and not replicate:
         check_layout(fitted, mesh, rules)  # what repeating would not mend comes first
-        repeat = fitted.kv_repeat
+        repeat = fitted.attention.kv_repeat
         raise ConfigError(
             f"mesh {mesh}: {K} KV heads are fewer than {ranks} model ranks (sharding.kv_heads); mesh.replicate_kv_heads=true holds each on {repeat} ranks, "
             f"at {repeat} times the memory of keys and values, or use model={K}"
@@ -107,12 +107,12 @@ def _mesh_axes(rules: ShardingConfig, logical: str) -> Sequence[MeshAxis]:
 
 def _with_repeats(spec: ModelSpec, ranks: int, rules: ShardingConfig) -> ModelSpec | None:
     """The model with KV heads repeated as often as the model ranks need; ``None`` where that does not come out even."""
-    K = spec.num_kv_heads
+    K = spec.attention.num_kv_heads
     if MODEL not in _mesh_axes(rules, "kv_heads") or ranks <= K:
         return spec
-    if ranks % K or spec.num_heads % ranks:
+    if ranks % K or spec.attention.num_heads % ranks:
         return None
-    return dataclasses.replace(spec, num_kv_heads=ranks, kv_repeat=spec.kv_repeat * (ranks // K))
+    return spec.with_attention(num_kv_heads=ranks, kv_repeat=spec.attention.kv_repeat * (ranks // K))
 
 
 def _nearest(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig, axis: MeshAxis) -> str:
@@ -124,10 +124,10 @@ def _nearest(spec: ModelSpec, mesh: MeshShape, rules: ShardingConfig, axis: Mesh
         fitted = _with_repeats(checkpoint, shape.model, rules)
         if fitted is None or _first_misfit(fitted, shape, rules) is not None:
             return None
-        return f"{axis}={size}" + (" with mesh.replicate_kv_heads=true" if fitted.kv_repeat > 1 else "")
+        return f"{axis}={size}" + (" with mesh.replicate_kv_heads=true" if fitted.attention.kv_repeat > 1 else "")
 
     now = getattr(mesh, axis)
-    below, above = range(now - 1, 0, -1), range(now + 1, 2 * max(now, spec.num_heads) + 1)
+    below, above = range(now - 1, 0, -1), range(now + 1, 2 * max(now, spec.attention.num_heads) + 1)
     options = [next(filter(None, map(option, sizes)), None) for sizes in (below, above)]
     if not any(options):
         return f"no number of {axis} ranks fits; change the rule or the other axis"

@@ -15,12 +15,12 @@ from jaxserve.engine.step.batch import Bucket
 from jaxserve.engine.step.function import Carry, attention_problem, make_step
 from jaxserve.kernels_pallas.proof.compiling import compile_report, device_of, place
 from jaxserve.kernels_pallas.proof.targets import TPU_TOPOLOGIES
-from jaxserve.kernels_pallas.ragged_paged_attention.api import PoolShape, choose_implementation
+from jaxserve.kernels_pallas.ragged_paged_attention.api import choose_implementation
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import build_model
-from jaxserve.models.spec import ModelSpec
+from jaxserve.models.spec import LayerGroup, ModelSpec
 
 BUCKETS = {"decode": Bucket(64, 64, 512, True), "mixed": Bucket(512, 64, 512, False)}
 
@@ -28,9 +28,11 @@ BUCKETS = {"decode": Bucket(64, 64, 512, True), "mixed": Bucket(512, 64, 512, Fa
 def local_spec(name: str, ranks: int) -> ModelSpec:
     """The model with the shapes of one of ``ranks`` tensor-parallel ranks."""
     spec = open_spec(name)[1]
-    return dataclasses.replace(
-        spec, num_heads=spec.num_heads // ranks, num_kv_heads=spec.num_kv_heads // ranks, mlp_width=spec.mlp_width // ranks, vocab_size=spec.vocab_size // ranks
-    )  # fmt: skip
+    (group,) = spec.groups
+    (kind,) = group.unit
+    attention = dataclasses.replace(kind.attention, num_heads=kind.attention.num_heads // ranks, num_kv_heads=kind.attention.num_kv_heads // ranks)
+    mlp = dataclasses.replace(kind.mlp, width=kind.mlp.width // ranks)
+    return dataclasses.replace(spec, groups=(LayerGroup.uniform(attention, mlp, group.layers),), vocab_size=spec.vocab_size // ranks)
 
 
 def main(target: str) -> None:
@@ -38,9 +40,7 @@ def main(target: str) -> None:
     for name, ranks, num_pages in (("llama-3.1-8b", 1, 2048), ("llama-3.1-70b", 8, 4096)):
         spec = local_spec(name, ranks)
         model = build_model(spec, dtype=jnp.dtype(jnp.bfloat16), layers=layers)
-        shape = PoolShape(
-            num_layers=spec.num_layers, num_pages=num_pages, page_size=16, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=jnp.bfloat16
-        )  # fmt: skip
+        shape = spec.attention.pool_shape(num_layers=spec.num_layers, num_pages=num_pages, page_size=16, dtype=jnp.bfloat16)
         for kind, bucket in BUCKETS.items():
             with device_of(target) as sharding:
                 layout = make_layout(MeshShape(), ShardingConfig(), list(sharding.mesh.devices.flat))
