@@ -105,7 +105,7 @@ class Model:
             return module(x_TD, cos_CTR[rope], sin_CTR[rope], pool, attend, layer, window)
 
         if self.layers == "unroll":
-            # Traced once a kind, called for each layer; XLA inlines the calls. Tracing 30 layers apart took 2 s a bucket, more than reading a program from disk.
+            # Traced once a kind, called for each layer; XLA inlines the calls. Tracing 30 layers apart took 2 s a bucket, more than reading it from disk.
             run_traced = jax.jit(run, static_argnums=0)
             kinds = {layer: stack.kind for stacks in self.spec.stacks for stack in stacks for layer in stack.layers}
             for layer, values in enumerate(params["layers"]):
