@@ -84,9 +84,6 @@ class GroupedQueryBlock(nnx.Module):
         sum_dtype: In which the devices' parts of its output are summed.
     """
 
-    qkv_bias: nnx.Param[Array] | None = None
-    o_bias: nnx.Param[Array] | None = None
-
     def __init__(self, spec: ModelSpec, kind: GroupedQueryAttention, params: Mapping[str, Any], *, sum_dtype: Any) -> None:
         self.spec = spec
         self.kind = kind
@@ -125,10 +122,15 @@ class GroupedQueryBlock(nnx.Module):
 
 
 class GatedMlpBlock(nnx.Module):
-    """The computation of :class:`GatedMlp` in a layer. Arguments are those of :class:`GroupedQueryBlock`."""
+    """The computation of :class:`GatedMlp` in a layer.
 
-    def __init__(self, spec: ModelSpec, kind: GatedMlp, params: Mapping[str, Any], *, sum_dtype: Any) -> None:
-        del spec
+    Args:
+        kind: The layer's kind of MLP.
+        params: The layer's parameters by name, as ``weight.bind`` gives them; the block takes its own.
+        sum_dtype: In which the devices' parts of its output are summed.
+    """
+
+    def __init__(self, kind: GatedMlp, params: Mapping[str, Any], *, sum_dtype: Any) -> None:
         self.kind = kind
         self.sum_dtype = sum_dtype
         self.gate_up: Weight = params["gate_up"]
@@ -171,7 +173,7 @@ class DecoderLayer(nnx.Module):
         # Of products that devices sum up: the model's own dtype, half the bytes of float32 on the links.
         sum_dtype = dtype if is_split else jnp.float32
         self.attention = ATTENTION_BLOCKS[type(kind.attention)](spec, kind.attention, params, sum_dtype=sum_dtype)
-        self.mlp = MLP_BLOCKS[type(kind.mlp)](spec, kind.mlp, params, sum_dtype=sum_dtype)
+        self.mlp = MLP_BLOCKS[type(kind.mlp)](kind.mlp, params, sum_dtype=sum_dtype)
         for name in ("input_norm", "mlp_norm", *(("post_attention_norm", "post_mlp_norm") if spec.post_norms else ())):
             setattr(self, name, params[name])
 

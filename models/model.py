@@ -97,11 +97,10 @@ class Model:
         """
         stem = self._stem(params)
         x_TD = stem.embeddings(token_ids_T)
-        tables = rope_tables(self.spec, positions_T)
+        cos_CTR, sin_CTR = rope_tables(self.spec, positions_T)
 
         def run(kind: LayerKind, values: Mapping[str, Any], x_TD: Array, pool: KVPool, layer: Any, window: Any, rope: Any) -> tuple[Array, KVPool]:
             module = DecoderLayer(self.spec, kind, values, dtype=self.dtype, is_split=self.is_split)
-            cos_CTR, sin_CTR = tables
             return module(x_TD, cos_CTR[rope], sin_CTR[rope], pool, attend, layer, window)
 
         if self.layers == "unroll":

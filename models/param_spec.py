@@ -88,6 +88,10 @@ class ParamSpec:
         """Values that a device holds, all layers together."""
         return len(self.indices) * math.prod(self.part(parts))
 
+    def num_bytes(self, value_bytes: int, parts: Parts | None = None) -> int:
+        """Bytes that a device holds, all layers together, with ``value_bytes`` a value of the model's dtype."""
+        return self.num_values(parts) * value_bytes
+
     def flops(self, parts: Parts | None = None) -> float:
         """FLOPs of a device for each row that is multiplied with it, all layers together: a multiplication and an addition a value."""
         return 2.0 * self.num_values(parts) if self.is_weight else 0.0

@@ -50,7 +50,7 @@ class Split:
 
     def parameter_bytes(self) -> dict[str, int]:
         """Bytes of each parameter on one device, all layers together."""
-        return {path: param.num_values(self.parts) * self.weight_bytes for path, param in param_specs(self.spec).items()}
+        return {path: param.num_bytes(self.weight_bytes, self.parts) for path, param in param_specs(self.spec).items()}
 
     @property
     def pool_parts(self) -> int:

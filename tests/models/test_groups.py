@@ -98,7 +98,7 @@ def test_each_stack_is_one_array_and_has_a_path_of_its_own() -> None:
     spec = SPECS["one and then a unit"]
     specs = param_specs(spec)
     assert {path.rpartition(".")[0]: param.layers for path, param in specs.items() if param.per_layer} == {
-        "layers.0": range(0, 1), "layers.1": range(1, 7, 3), "layers.2": range(2, 7, 3), "layers.3": range(3, 7, 3),
+        "layers.0": range(1), "layers.1": range(1, 7, 3), "layers.2": range(2, 7, 3), "layers.3": range(3, 7, 3),
     }  # fmt: skip
     names = [piece.name.format(layer=layer) for param in specs.values() for piece in param.pieces for layer in param.indices]
     assert len(names) == len(set(names)) == 3 + 9 * spec.num_layers
