@@ -22,6 +22,7 @@ def test_tokens_do_not_depend_on_the_grouping(layers: Literal["scan", "unroll"],
     (group,) = spec.groups
     pair = LayerGroup(unit=group.unit * 2, layers=group.layers[1:])
     regrouped = dataclasses.replace(spec, groups=(dataclasses.replace(group, layers=group.layers[:1]), pair))
-    requests = [(list(range(5, 25)), SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)), ([7, 3], SamplingParams(max_tokens=12, temperature=1.0, seed=4, ignore_eos=True))]
+    greedy, drawn = (SamplingParams(max_tokens=12, temperature=temperature, seed=4, ignore_eos=True) for temperature in (0.0, 1.0))
+    requests = [(list(range(5, 25)), greedy), ([7, 3], drawn)]
     plain, grouped = (run(tiny_engine(spec=one, layers=layers, mesh=mesh), requests) for one in (spec, regrouped))
     assert grouped == plain and all(len(tokens) == 12 for tokens in plain)
