@@ -75,7 +75,7 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
         service = InferenceService(engine, config)
         server = GrpcServer(service, responses)
         await server.start()
-        transport = httpx.ASGITransport(create_app(service, responses))
+        transport = httpx.ASGITransport(create_app(service, responses, MetricsPage(engine, service, responses)))
         try:
             async with (
                 httpx.AsyncClient(transport=transport, base_url="http://test") as client,
