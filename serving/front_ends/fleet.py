@@ -150,6 +150,7 @@ class Fleet:
             if not self._engine_end.done() and self._ready is not None:
                 logger.info("draining: running requests have %g s; a second signal ends the process at once", self._drain_timeout_s)
                 limit_s += self._drain_timeout_s + _ABORT_S
+                await self._engine.drain(0.0)  # it has no requests of this process: this only says so
         finally:
             self._is_ending = True
             readying.cancel()

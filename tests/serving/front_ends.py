@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
+import grpc.aio
 import httpx
 import psutil
 import tokenizers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import Engine, fold_seed
+from jaxserve.errors import EngineError
+from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.launch import serve
 from jaxserve.tokenizer import Tokenizer
-from tests.engine_host.fakes import EOS, SPECIAL, FakeRunner, fake_spec
+from tests.engine_host.fakes import EOS, LONG_POSITION, SPECIAL, FakeRunner, fake_spec, plain_run
 from tests.serving.servers import http_client
 from tests.waiting import LIMIT_S, until
+
+HEADERS = {"Authorization": "Bearer big-key"}
+"""Of a tenant that the tests may have; harmless where there is none."""
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -72,6 +80,8 @@ class Served:
 
     Attributes:
         clients: One for each front end, each with one connection to it.
+        stubs: Likewise, over gRPC.
+        pids: The process behind each.
     """
 
     def __init__(self, config: Config, engine: AsyncEngine, task: asyncio.Task[None]) -> None:
@@ -79,25 +89,60 @@ class Served:
         self.engine = engine
         self.task = task
         self.clients: list[httpx.AsyncClient] = []
+        self.stubs: list[pb_grpc.InferenceStub] = []
+        self.pids: list[int] = []
+        self._channels: list[grpc.aio.Channel] = []
 
     @property
     def port(self) -> int:
         return self.config.server.port
 
     async def connect(self) -> None:
-        """Makes the clients: connects until the kernel has given a connection to each front end."""
-        while len(self.clients) < self.config.server.processes:
-            client = http_client(self.port, limits=httpx.Limits(max_connections=1))
-            pid = await pid_behind(client, self.port)
-            if pid in [getattr(other, "pid", None) for other in self.clients]:
+        """Makes the clients: connects until the kernel has given a connection of each kind to each front end."""
+        clients: dict[int, httpx.AsyncClient] = {}
+        stubs: dict[int, pb_grpc.InferenceStub] = {}
+        while len(clients) < self.config.server.processes:
+            pid, client = await self.connect_http()
+            if clients.setdefault(pid, client) is not client:
                 await client.aclose()
+        while len(stubs) < self.config.server.processes:
+            pid, stub, channel = await self._connect_grpc()
+            if stubs.setdefault(pid, stub) is not stub:
+                await channel.close()
             else:
-                client.pid = pid  # type: ignore[attr-defined]
-                self.clients.append(client)
+                self._channels.append(channel)
+        self.pids = sorted(clients)
+        self.clients = [clients[pid] for pid in self.pids]
+        self.stubs = [stubs[pid] for pid in self.pids]
 
-    def pid_of(self, index: int) -> int:
-        """The process behind a client."""
-        return self.clients[index].pid  # type: ignore[attr-defined]
+    async def reconnect(self) -> None:
+        """Makes them anew: where one has been left in the middle of an answer, its connection is closed, and the next is anybody's."""
+        await self.close()
+        await self.connect()
+
+    async def connect_http(self, **options: Any) -> tuple[int, httpx.AsyncClient]:
+        """A client with one connection, and the front end that has it."""
+        client = http_client(self.port, limits=httpx.Limits(max_connections=1), headers=HEADERS, **options)
+        before = _connections(self.port)
+        response = await client.get("/version")
+        assert response.status_code == 200
+        ((pid, _),) = _connections(self.port) - before
+        return pid, client
+
+    async def _connect_grpc(self) -> tuple[int, pb_grpc.InferenceStub, grpc.aio.Channel]:
+        port = self.config.server.grpc_port
+        assert port is not None
+        before = _connections(port)
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        ((pid, _),) = _connections(port) - before
+        return pid, pb_grpc.InferenceStub(channel), channel
+
+    async def close(self) -> None:
+        """Closes the clients."""
+        for each in (*self.clients, *self._channels):
+            await (each.aclose() if isinstance(each, httpx.AsyncClient) else each.close())
+        self.clients, self.stubs, self._channels = [], [], []
 
     async def all_free(self) -> None:
         """Waits until nothing is held."""
@@ -114,22 +159,19 @@ def front_end_pids() -> list[int]:
     return [child.pid for child in psutil.Process().children() if "jaxserve.serving.front_ends.process" in " ".join(child.cmdline())]
 
 
-async def pid_behind(client: httpx.AsyncClient, port: int) -> int:
-    """The front end that has the client's one connection."""
-    response = await client.get("/version")
-    local = response.extensions["network_stream"].get_extra_info("client_addr")
-    for pid in front_end_pids():
-        for connection in psutil.Process(pid).net_connections("tcp"):
-            if connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port and connection.raddr and connection.raddr.port == local[1]:
-                return pid
-    raise AssertionError("nobody has the connection")
+def _connections(port: int) -> set[tuple[int, int]]:
+    """Established connections to a port of the front ends: the process, and the other end's port."""
+    return {
+        (pid, connection.raddr.port)
+        for pid in front_end_pids()
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
+    }
 
 
-@contextlib.asynccontextmanager
-async def front_ends(runner: FakeRunner, *, max_position: int = 4096, **options: Any) -> AsyncIterator[Served]:
-    """A server with front ends, ready, with a client for each; drained and ended at the end unless the test has."""
-    options.setdefault("server", {})
-    config = config_of(runner, **options)
+async def start(runner: FakeRunner, *, max_position: int = LONG_POSITION, server: dict[str, Any] | None = None, **options: Any) -> Served:
+    """A server with front ends, ready, with clients for each."""
+    config = config_of(runner, server=server or {}, **options)
     engine = AsyncEngine(lambda: engine_of(runner, config, max_position))
     served = Served(config, engine, asyncio.create_task(serve(config, engine)))
     try:
@@ -145,15 +187,71 @@ async def front_ends(runner: FakeRunner, *, max_position: int = 4096, **options:
             await until(is_ready)
         await until(lambda: len(front_end_pids()) == config.server.processes)
         await served.connect()
+    except BaseException:
+        await end(served)
+        raise
+    return served
+
+
+async def end(served: Served) -> None:
+    """Drains and ends a server, unless it has ended already."""
+    await served.close()
+    if not served.task.done():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with contextlib.suppress(EngineError):
+        await served.task
+    assert not front_end_pids()
+
+
+@contextlib.asynccontextmanager
+async def front_ends(runner: FakeRunner, **options: Any) -> AsyncIterator[Served]:
+    """As :func:`start`, for a block."""
+    served = await start(runner, **options)
+    try:
         yield served
     finally:
-        await asyncio.gather(*(client.aclose() for client in served.clients))
-        if not served.task.done():
-            os.kill(os.getpid(), signal.SIGTERM)
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(served.task, LIMIT_S)
+        await end(served)
 
 
 def text_of(token_ids: Sequence[int]) -> str:
     """What these bytes say."""
     return bytes(token_ids).decode("utf-8", "replace")
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 5 * LIMIT_S))
+
+
+def alone(prompt: str, num_tokens: int, seed: int) -> str:
+    """What a request alone in the world answers."""
+    return text_of(plain_run(list(prompt.encode()), num_tokens, fold_seed(seed)))
+
+
+async def complete(client: httpx.AsyncClient, prompt: str, **fields: Any) -> dict[str, Any]:
+    answer = await client.post("/v1/completions", json={"prompt": prompt, "ignore_eos": True, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@contextlib.asynccontextmanager
+async def streaming(client: httpx.AsyncClient, prompt: str, **fields: Any) -> AsyncIterator[AsyncIterator[Any]]:
+    """The events of a stream, parsed; leaving it closes the connection."""
+
+    async def events(response: httpx.Response) -> AsyncIterator[Any]:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                data = line.removeprefix("data: ")
+                yield data if data == "[DONE]" else json.loads(data)
+
+    body = {"prompt": prompt, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}, **fields}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, (await response.aread()).decode()
+        yield events(response)
+
+
+async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in events]
+
+
+def text_in(events: list[Any]) -> str:
+    return "".join(choice["text"] for event in events if event != "[DONE]" for choice in event.get("choices", []))

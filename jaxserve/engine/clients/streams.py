@@ -170,6 +170,8 @@ class Streams:
 
     async def drain(self, timeout_s: float) -> None:
         """Returns when all streams have ended; those that have not after ``timeout_s`` are aborted, each with a last output."""
+        if not self._by_id:
+            return
         try:
             await asyncio.wait_for(self._nobody_reads.wait(), timeout_s)
         except TimeoutError:
