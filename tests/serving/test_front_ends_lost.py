@@ -53,15 +53,11 @@ def test_a_front_end_that_is_killed_harms_nobody_else(caplog: pytest.LogCaptureF
 
 def test_an_engine_that_dies_ends_the_streams_of_every_front_end_and_the_server() -> None:
     async def body() -> None:
-        runner = SlowRunner(num_pages=1024, page_size=64)
+        runner = long_runner()
         async with front_ends(runner) as served:
-            runner.hold()
-            runner.let(2)
             async with streaming(served.clients[0], "a", max_tokens=LONG) as first, streaming(served.clients[1], "b", max_tokens=LONG) as second:
-                runner.let(4)
                 streams = [[await anext(first)], [await anext(second)]]
                 runner.errors = [EngineDeadError("the device is gone")]
-                runner.release()
                 for events, stream in zip(streams, (first, second), strict=True):
                     events += await rest_of(stream)
                     assert events[-1]["error"]["code"] == "engine_dead" and "the device is gone" in events[-1]["error"]["message"]
