@@ -104,7 +104,7 @@ def test_a_server_whose_engine_has_died_exits_with_an_error() -> None:
 
 def test_a_slow_reader_is_paused_and_others_go_on() -> None:
     async def body() -> None:
-        async with front_ends(long_runner(), engine=EngineConfig(reader_buffer=4)) as served:
+        async with front_ends(long_runner(), engine=EngineConfig(reader_buffer=4), server={"served_model_name": "x" * 8000}) as served:  # in each event
             with socket.socket() as slow:
                 slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
                 slow.connect(("127.0.0.1", served.port))
