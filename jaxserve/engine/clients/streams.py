@@ -50,6 +50,42 @@ class _Stream:
         return joined(outputs)
 
 
+class Questions:
+    """What has been asked of another thread or process and not been answered yet. All methods belong to the event loop."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+
+    async def ask(self, send: Callable[[int], None]) -> Any:
+        """Sends a question under the number that it is given, and waits for what :meth:`answer` gets.
+
+        Raises:
+            EngineError: There is no answer.
+        """
+        question = next(self._numbers)
+        future = self._open[question] = asyncio.get_running_loop().create_future()
+        send(question)
+        try:
+            return await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(f"the engine has been in one step for {ANSWER_TIMEOUT_S:g} s and cannot be looked at") from None
+        finally:
+            del self._open[question]
+
+    def answer(self, question: int, value: Any) -> None:
+        """Answers a question, if anybody still waits for it."""
+        future = self._open.get(question)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """Answers all questions with an error."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)
+
+
 class Streams:
     """The streams of a client of the engine's thread. All methods belong to the event loop.
 
@@ -60,6 +96,7 @@ class Streams:
 
     Attributes:
         reader_buffer: Outputs that wait for a slow reader before its request is paused; ``None`` for any number.
+        questions: To the engine's thread, or to who speaks for it.
     """
 
     def __init__(self, send: Callable[[Command], None], admit: Callable[[], object], make_text: Callable[[Request], TextMaker] | None = None) -> None:
@@ -70,7 +107,7 @@ class Streams:
         self._numbers = itertools.count(1)
         self._by_id: dict[str, _Stream] = {}  # those that have a consumer
         self._by_number: dict[int, _Stream] = {}  # those that have not ended
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self.questions = Questions()
         self._on_end: Callable[[Request, RequestOutput], None] = lambda _request, _output: None
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
@@ -117,7 +154,7 @@ class Streams:
         """
         stream = self._by_id.get(request_id)
         if stream is None:
-            return await self._ask(lambda question: Abort(question, request_id, tenant))
+            return await self.questions.ask(lambda question: self._send(Abort(question, request_id, tenant)))
         if tenant not in (None, stream.request.options.tenant):
             return False
         self._send(Leave(stream.number))
@@ -129,10 +166,12 @@ class Streams:
         Raises:
             EngineError: The engine does not answer.
         """
-        return await self._ask(Inspect)
+        return await self.questions.ask(lambda question: self._send(Inspect(question)))
 
     async def drain(self, timeout_s: float) -> None:
         """Returns when all streams have ended; those that have not after ``timeout_s`` are aborted, each with a last output."""
+        if not self._by_id:
+            return
         try:
             await asyncio.wait_for(self._nobody_reads.wait(), timeout_s)
         except TimeoutError:
@@ -152,13 +191,11 @@ class Streams:
         for number, output in delivery.outputs:
             self.take(number, output)
         for answer in delivery.answers:
-            future = self._questions.get(answer.question)
-            if future is not None and not future.done():
-                match answer:
-                    case Aborted(_, was_in_flight):
-                        future.set_result(was_in_flight)
-                    case Inspected(_, view):
-                        future.set_result(view)
+            match answer:
+                case Aborted(question, was_in_flight):
+                    self.questions.answer(question, was_in_flight)
+                case Inspected(question, view):
+                    self.questions.answer(question, view)
 
     def take_tokens(self, number: int, token_ids: tuple[int, ...]) -> None:
         """Takes an output that has nothing but tokens and is not the last; see :meth:`receive`."""
@@ -196,9 +233,7 @@ class Streams:
         for stream in list(self._by_id.values()):
             self.take(stream.number, ended_output(stream.request, stream.num_generated_tokens, reason, error))
         self._by_number.clear()
-        for future in self._questions.values():
-            if not future.done():
-                future.set_exception(EngineDeadError("the engine has stopped; there is nothing to look at") if error is None else from_data(error))
+        self.questions.fail(EngineDeadError("the engine has stopped; there is nothing to look at") if error is None else from_data(error))
 
     def _with_text(self, stream: _Stream, text: TextMaker, output: RequestOutput) -> RequestOutput:
         """An output of tokens, with the text that they make. The engine hears of a stop string, and its answer is the last output."""
@@ -233,14 +268,3 @@ class Streams:
         del self._by_id[request_id]
         if not self._by_id:
             self._nobody_reads.set()
-
-    async def _ask(self, command: Callable[[int], Command]) -> Any:
-        question = next(self._numbers)
-        future = self._questions[question] = asyncio.get_running_loop().create_future()
-        self._send(command(question))
-        try:
-            return await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineError(f"the engine has been in one step for {ANSWER_TIMEOUT_S:g} s and cannot be looked at") from None
-        finally:
-            del self._questions[question]
