@@ -1,4 +1,4 @@
-"""Compiles whole decode and mixed steps of large models for one target. Run as a process of its own: ``python -m tests.kernels.whole_step TARGET``."""
+"""Compiles whole decode and mixed steps of large models for one target. A process of its own: ``python -m tests.kernels.whole_step TARGET MODEL…``."""
 
 from __future__ import annotations
 
@@ -33,9 +33,14 @@ def local_spec(name: str, ranks: int) -> ModelSpec:
     )  # fmt: skip
 
 
-def main(target: str) -> None:
+MODELS = {"llama-3.1-8b": (1, 2048), "llama-3.1-70b": (8, 4096)}
+"""Ranks that share the model, and pages."""
+
+
+def main(target: str, *names: str) -> None:
     layers = "scan" if target in TPU_TOPOLOGIES else "unroll"
-    for name, ranks, num_pages in (("llama-3.1-8b", 1, 2048), ("llama-3.1-70b", 8, 4096)):
+    for name in names:
+        ranks, num_pages = MODELS[name]
         spec = local_spec(name, ranks)
         model = build_model(spec, dtype=jnp.dtype(jnp.bfloat16), layers=layers)
         shape = PoolShape(
@@ -58,4 +63,4 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
