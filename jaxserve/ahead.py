@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 
 from jaxserve.config import Config, load_config
-from jaxserve.engine.build import max_model_len_of
 from jaxserve.engine.device.runner import DeviceRunner
 from jaxserve.engine.programs.compiled_folder import ProgramRecorder, live_facts
 from jaxserve.engine.programs.manifest import Manifest
@@ -25,12 +24,14 @@ from jaxserve.engine.step.execution import Execution, choose_execution
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.mesh import Layout, make_layout
-from jaxserve.mesh_shape import choose_mesh_shape
+from jaxserve.mesh_axes import MESH_AXES, axis_names
+from jaxserve.mesh_shape import MeshShape, choose_mesh_shape, configured_sizes
+from jaxserve.models.context_length import check_context_length
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import Model
 from jaxserve.plan.compile_layout import compiler_words, device_bytes, topology_devices
-from jaxserve.plan.target import Target, parse_target
+from jaxserve.plan.topology import Topology, parse_topology
 
 Progress = Callable[[int, int], None]
 
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"done": done, "total": total}), flush=True)
 
     try:
-        manifest = compile_ahead(load_config(values=json.loads(settings)), Path(folder), parse_target(target) if target else None, show)
+        manifest = compile_ahead(load_config(values=json.loads(settings)), Path(folder), parse_topology(target) if target else None, show)
     except JaxserveError as error:
         print(json.dumps({"error": str(error), "kind": "config" if isinstance(error, ConfigError) else "failed"}), flush=True)
         return 1
@@ -60,14 +61,15 @@ def main(arguments: list[str]) -> int:
     summary = {
         "steps": len(steps), "others": len(manifest.programs) - len(steps), "bytes": sum(program.num_bytes for program in manifest.programs),
         "compile_s": round(sum(program.compile_s for program in steps), 1), "device_kind": manifest.facts.device_kind, "jax": manifest.facts.jax,
-        "runtime": manifest.facts.runtime, "mesh": manifest.config["mesh"], "num_pages": manifest.config["cache"]["num_pages"],
+        "runtime": manifest.facts.runtime, "mesh": str(MeshShape(**{axis: manifest.config["mesh"][axis] for axis in axis_names(MESH_AXES)})),
+        "num_pages": manifest.config["cache"]["num_pages"],
         "page_size": manifest.config["cache"]["page_size"],
     }  # fmt: skip
     print(json.dumps(summary), flush=True)
     return 0
 
 
-def compile_ahead(config: Config, folder: Path, target: Target | None, progress: Progress) -> Manifest:
+def compile_ahead(config: Config, folder: Path, target: Topology | None, progress: Progress) -> Manifest:
     """Compiles every bucket and writes the folder.
 
     Args:
@@ -83,8 +85,10 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
     """
     devices = jax.devices() if target is None else topology_devices(target)
     platform = devices[0].platform if target is None else target.chip.platform
-    sizes = {axis: size for axis, size in (("data", config.mesh.data), ("model", config.mesh.model)) if size is not None}
-    mesh = choose_mesh_shape(config.mesh, len(devices), is_cpu=platform == "cpu") if target is None else target.mesh(sizes)
+    if target is None:
+        mesh = choose_mesh_shape(config.mesh, len(devices), is_cpu=platform == "cpu")
+    else:
+        mesh = target.mesh(configured_sizes(config.mesh))
     layout = make_layout(mesh, config.sharding, devices)
     execution = choose_execution(config, platform)
     if target is None:
@@ -93,7 +97,7 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
     else:
         name, whole = open_spec(config.model.source)
     model = make_model(whole, config, execution, layout)
-    max_model_len = max_model_len_of(config, model.spec, name)
+    max_model_len = check_context_length(config.model.max_model_len, model.spec, key="model.max_model_len", model=name)
     memory = _memory_beside(model, layout, target)
     plan, buckets = plan_programs(config, model, execution, layout, max_model_len=max_model_len, memory=memory)
     recorder = ProgramRecorder(folder)
@@ -115,7 +119,7 @@ def compile_ahead(config: Config, folder: Path, target: Target | None, progress:
     )
 
 
-def _memory_beside(model: Model, layout: Layout, target: Target | None) -> Memory:
+def _memory_beside(model: Model, layout: Layout, target: Topology | None) -> Memory:
     """A device's memory with the weights in it."""
     weight_bytes = device_bytes(abstract_params(model, layout))
     if target is not None:
@@ -136,7 +140,7 @@ def _pinned(config: Config, execution: Execution, layout: Layout, plan: PoolPlan
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, max_model_len=max_model_len),
-        mesh=dataclasses.replace(config.mesh, data=layout.shape.data, model=layout.shape.model),
+        mesh=dataclasses.replace(config.mesh, **layout.shape),
         cache=dataclasses.replace(config.cache, num_pages=plan.shape.num_pages, dtype=execution.kv_dtype.name),
         engine=dataclasses.replace(
             config.engine,

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import yaml
 
-from jaxserve.config_fields import Ascending, Between, Distinct, NotBlank, PowerOfTwo, check, coerce
+from jaxserve.config_fields import Ascending, Between, Distinct, NotBlank, OneOf, PowerOfTwo, check, coerce
 from jaxserve.config_yaml import read_yaml
 from jaxserve.errors import ConfigError
+from jaxserve.mesh_axes import MESH_AXES, axis_names
 from jaxserve.tenants import TenantLimits, Tenants, read_tenants
 
 REDACTED = "***"
@@ -28,9 +29,6 @@ _SECRETS: Mapping[str, Callable[[str], str]] = MappingProxyType(
     }
 )
 """Key -> how one of its values is shown."""
-
-MeshAxis = Literal["data", "model"]
-"""Axes of the device mesh: ``data`` splits sequences, ``model`` splits each layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices, and what each axis of the mesh counts. A mesh takes the first ``data * model`` devices.
+    """How many ranks each axis of the mesh has (``mesh_axes.MESH_AXES``). A mesh takes as many devices as the sizes multiplied, the first ones.
 
     Args:
         data: Data ranks: each has its own sequences and pages; ``None`` is 1.
@@ -68,6 +66,9 @@ class MeshConfig:
     data: Annotated[int, Between(1, 2**16)] | None = None
     model: Annotated[int, Between(1, 2**16)] | None = None
     replicate_kv_heads: bool = False
+
+
+MeshAxisName = Annotated[str, OneOf(axis_names(MESH_AXES))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,10 @@ class ShardingConfig:
         width: Width of the residual stream.
     """
 
-    vocab: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
-    kv_heads: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
-    mlp: Annotated[tuple[MeshAxis, ...], Distinct()] | None = ("model",)
-    width: Annotated[tuple[MeshAxis, ...], Distinct()] | None = None
+    vocab: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = ("model",)
+    kv_heads: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = ("model",)
+    mlp: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = ("model",)
+    width: Annotated[tuple[MeshAxisName, ...], Distinct()] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class CacheConfig:
     """The paged KV pool.
 
     Args:
-        page_size: Slots (tokens) of one page.
+        page_size: Tokens that one page holds.
         num_pages: Pages of one layer and one data rank; ``None`` sizes the pool from ``memory_fraction``.
         memory_fraction: Share of the device's memory that the pool may take, as far as it is free, never more than all sequences at full length need;
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
@@ -172,6 +173,8 @@ class EngineConfig:
         warmup: Compile every bucket before the engine is ready.
         compilation_cache: Keep compiled programs on disk in the user's cache folder.
         compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
+        overlap: Launch each step while the one before it runs, so that the device does not wait for the host; ``None`` does it where it was measured to
+            help.
         bind_threads: On CPU, bind each compute thread to a processor of its own, else the kernel now and then lets two of them share one. Off where other work
             runs on these processors all the time.
         check_integrity: Check the books of pages and requests when a server falls idle, every ten seconds at most; they are begun anew if they are wrong.
@@ -187,6 +190,7 @@ class EngineConfig:
     warmup: bool = True
     compilation_cache: bool = True
     compiled: Annotated[str, NotBlank()] | None = None
+    overlap: bool | None = None
     bind_threads: bool = True
     check_integrity: bool = True
     watchdog_s: Annotated[float, Between(0, 86_400, open_low=True)] | None = 120.0

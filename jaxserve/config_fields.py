@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Protocol, Union, cast, get_args, get_origin
 
 from jaxserve.errors import ConfigError
 
@@ -81,6 +81,19 @@ class Distinct:
         return "without the same entry twice"
 
 
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """One of some texts that a table gives; what the code itself lists is a ``Literal``."""
+
+    allowed: tuple[str, ...]
+
+    def admits(self, value: Any) -> bool:
+        return value in self.allowed
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.allowed)}"
+
+
 def coerce(value: object, annotation: Any, key: str) -> Any:
     """Reads ``value`` as ``annotation`` says: text from a file or a command line, or a Python value of the right type already.
 
@@ -121,18 +134,25 @@ def coerce(value: object, annotation: Any, key: str) -> Any:
 
 
 def check(value: object, annotation: Any, key: str) -> None:
-    """Checks a coerced value against the rules in its annotation.
+    """Checks a coerced value, and each item of a tuple, against the rules in its annotation.
 
     Raises:
         ConfigError: A rule does not admit the value; names key, value and what is allowed.
     """
     if value is None:
         return
-    for part in (annotation, *get_args(annotation)):
-        if get_origin(part) is Annotated:
-            for rule in get_args(part)[1:]:
-                if not rule.admits(value):
-                    raise _refusal(key, value, str(rule))
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        for rule in args[1:]:
+            if not rule.admits(value):
+                raise _refusal(key, value, str(rule))
+        check(value, args[0], key)
+    elif origin in (Union, types.UnionType):
+        for part in args:
+            check(value, part, key)
+    elif origin is tuple:
+        for i, item in enumerate(cast("tuple[object, ...]", value)):
+            check(item, args[0], f"{key}[{i}]")
 
 
 def _number(value: object, kind: type[int] | type[float], key: str) -> int | float:

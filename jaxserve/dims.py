@@ -14,7 +14,7 @@ DIMENSIONS: dict[str, str] = {
     "L": "layers",
     "E": "experts",
     "P": "pages of one layer",
-    "Z": "page size, in slots (tokens)",
+    "Z": "page size, in tokens",
     "M": "page-table width, in pages",
 }
 

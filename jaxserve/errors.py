@@ -1,11 +1,24 @@
-"""Every error that jaxserve raises on purpose. ``serving/error_table.py`` maps them to HTTP status and gRPC code; no other place does.
+"""Every error that jaxserve raises on purpose, and their form as plain data, in which they go from the engine to those who wait.
 
-A message says what was wrong, the value met, and what is allowed. "No space in the pool" is a return value, not an error.
+``serving/error_table.py`` maps them to HTTP status and gRPC code; no other place does. A message says what was wrong, the value met, and what is allowed.
+"No space in the pool" is a return value, not an error.
 """
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 
 class JaxserveError(Exception):
-    """Root of all errors that are meant for a user's eyes."""
+    """Root of all errors that are meant for a user's eyes.
+
+    Attributes:
+        FIELDS: Names of what an error of the class has beside its message; its constructor takes them as keywords.
+    """
+
+    FIELDS: ClassVar[tuple[str, ...]] = ()
 
 
 class ConfigError(JaxserveError):
@@ -41,6 +54,8 @@ class RequestError(JaxserveError):
         code: Stable machine-readable reason, in OpenAI's vocabulary where it has one.
     """
 
+    FIELDS = ("param", "code")
+
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
@@ -53,6 +68,8 @@ class InvalidRequestError(RequestError):
 
 class ContextLengthError(InvalidRequestError):
     """Prompt, or prompt plus ``max_tokens``, longer than the context length or than the page pool can ever hold."""
+
+    FIELDS = ("param",)
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
@@ -82,6 +99,8 @@ class QuotaExceededError(RequestError):
         retry_after_s: When it is likely to succeed.
     """
 
+    FIELDS = ("retry_after_s",)
+
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message, code="rate_limit_exceeded")
         self.retry_after_s = retry_after_s
@@ -107,6 +126,8 @@ class OverloadedError(EngineError):
         retry_after_s: When it is likely to succeed.
     """
 
+    FIELDS = ("retry_after_s",)
+
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -120,6 +141,8 @@ class DeadlineExceededError(EngineError):
         retry_after_s: When it is likely to succeed, if it was the queue that took its time.
     """
 
+    FIELDS = ("retry_after_s",)
+
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -129,9 +152,77 @@ class EngineDeadError(EngineError):
     """The engine stopped after an internal error; it will answer nothing any more."""
 
 
+class UnexpectedError(EngineError):
+    """Something that nobody foresaw went wrong with one request. Its message may hold anything, so it is not for logs of requests."""
+
+
 class BenchmarkError(JaxserveError):
     """A benchmark that cannot be run or has nothing to report: the server is not there, refuses, or answers nothing."""
 
 
 class CompileError(JaxserveError):
     """A compiler gave up, or the process that it ran in died."""
+
+
+ERROR_CODES: Mapping[type[JaxserveError], str] = {
+    JaxserveError: "error",
+    ConfigError: "config_error",
+    HostLostError: "host_lost",
+    ModelError: "model_error",
+    UnsupportedModelError: "unsupported_model",
+    CheckpointError: "checkpoint_error",
+    ModelUnavailableError: "model_unavailable",
+    RequestError: "request_error",
+    InvalidRequestError: "invalid_value",
+    ContextLengthError: "context_length_exceeded",
+    UnknownModelError: "model_not_found",
+    UnauthenticatedError: "invalid_api_key",
+    ForbiddenError: "admin_key_required",
+    PayloadTooLargeError: "request_too_large",
+    QuotaExceededError: "rate_limit_exceeded",
+    ReaderTimeoutError: "reader_timeout",
+    EngineError: "engine_error",
+    EngineNotReadyError: "not_ready",
+    OverloadedError: "overloaded",
+    DeadlineExceededError: "deadline_exceeded",
+    EngineDeadError: "engine_dead",
+    UnexpectedError: "unexpected",
+    BenchmarkError: "benchmark_error",
+    CompileError: "compile_error",
+}
+"""What stands for each class where an error is data."""
+
+_CLASSES = {code: cls for cls, code in ERROR_CODES.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorData:
+    """An error as plain data.
+
+    Args:
+        code: Of its class, from :data:`ERROR_CODES`.
+        message: For its reader.
+        fields: What else the class has, by name.
+    """
+
+    code: str
+    message: str
+    fields: Mapping[str, str | float | None] = dataclasses.field(default_factory=dict[str, str | float | None])
+
+    @property
+    def error_class(self) -> type[JaxserveError]:
+        """The class that the code stands for."""
+        return _CLASSES[self.code]
+
+
+def to_data(error: BaseException) -> ErrorData:
+    """The data of an error; one that is none of ours becomes an :class:`UnexpectedError` that names its class."""
+    if not isinstance(error, JaxserveError):
+        return ErrorData(ERROR_CODES[UnexpectedError], f"{type(error).__name__}: {error}")
+    known = [cls for cls in type(error).__mro__ if issubclass(cls, JaxserveError) and cls in ERROR_CODES]
+    return ErrorData(ERROR_CODES[known[0]], str(error), {name: getattr(error, name) for name in known[0].FIELDS})
+
+
+def from_data(data: ErrorData) -> JaxserveError:
+    """The error that :func:`to_data` was given, but for its traceback; of one that is none of ours what has become of it there."""
+    return data.error_class(data.message, **data.fields)

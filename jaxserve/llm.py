@@ -11,7 +11,7 @@ from jaxserve.config import Config, from_mapping
 from jaxserve.engine.requests.params import resolve_params
 from jaxserve.errors import InvalidRequestError
 from jaxserve.platform import choose_platform
-from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
+from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage, joined
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -213,15 +213,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _complete(prompt: str, request: Request, outputs: Sequence[RequestOutput]) -> Completion:
-    last = outputs[-1]
-    assert last.finish_reason is not None
+    whole = joined(outputs)
+    assert whole.finish_reason is not None
     return Completion(
         prompt=prompt,
         prompt_token_ids=request.prompt_token_ids,
-        text="".join(output.text for output in outputs),
-        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        usage=last.usage,
-        error=last.error,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        finish_reason=whole.finish_reason,
+        stop_reason=whole.stop_reason,
+        usage=whole.usage,
+        error=None if whole.error is None else whole.error.message,
     )

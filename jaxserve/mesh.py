@@ -1,10 +1,9 @@
-"""The device mesh and what lies where on it. Sharding rules are data of the configuration; this turns them into jax's shardings."""
+"""The device mesh and what lies where on it: the meaning of the sharding rules (``sharding_rules``) as jax's shardings."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,11 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ShardingConfig
-from jaxserve.mesh_shape import AXES, DATA, MODEL, MeshShape
+from jaxserve.mesh_axes import DATA, MESH_AXES, MODEL, axis_names
+from jaxserve.mesh_shape import MeshShape
+from jaxserve.sharding_rules import ShardingRules
 
 EACH_RANK = PartitionSpec(DATA)
 """The data ranks' arrays, one after the other along their first axis."""
-EACH_DEVICE = PartitionSpec(AXES)
+EACH_DEVICE = PartitionSpec(axis_names(MESH_AXES))
 """The devices' arrays, one after the other along their first axis."""
 REPLICATED = PartitionSpec()
 
@@ -28,16 +29,17 @@ class Layout:
     """A mesh and the rules for what is split over it. Hashable.
 
     Args:
-        mesh: Axes ``data`` and ``model``.
-        rules: Logical axis -> mesh axes.
+        mesh: jax's mesh; its axes are those of ``rules.mesh``, in the same order.
+        rules: What is split over which axes.
     """
 
     mesh: Mesh
-    rules: ShardingConfig
+    rules: ShardingRules
 
     @property
     def shape(self) -> MeshShape:
-        return MeshShape(self.mesh.shape[DATA], self.mesh.shape[MODEL])
+        """How many ranks each axis has."""
+        return self.rules.mesh
 
     @property
     def is_single_device(self) -> bool:
@@ -47,26 +49,13 @@ class Layout:
     def is_multi_process(self) -> bool:
         return len({device.process_index for device in self.mesh.devices.flat}) > 1
 
-    def mesh_axes(self, logical_axis: str | None) -> tuple[str, ...]:
-        """The mesh axes that a logical axis is split over; empty for ``None``."""
-        return () if logical_axis is None else tuple(getattr(self.rules, logical_axis) or ())
-
-    def num_parts(self, logical_axis: str | None) -> int:
-        """Into how many parts a logical axis is split."""
-        return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(logical_axis))
-
-    @property
-    def splits_parameters(self) -> bool:
-        """Whether any parameter is split: on data ranks alone each has all of them."""
-        return any(self.num_parts(field.name) > 1 for field in dataclasses.fields(self.rules))
-
     def model_axis(self, logical_axis: str) -> str | None:
         """``MODEL`` where the work along a logical axis is split over several model ranks, else ``None``: every model rank does all of it."""
-        return MODEL if self.shape.model > 1 and MODEL in self.mesh_axes(logical_axis) else None
+        return MODEL if self.rules.parts_over(logical_axis, MODEL) > 1 else None
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical axes."""
-        return PartitionSpec(*(self.mesh_axes(axis) or None for axis in axes))
+        return PartitionSpec(*(self.rules.mesh_axes(axis) or None for axis in axes))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -88,13 +77,13 @@ class Layout:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def make_layout(shape: MeshShape, rules: ShardingConfig, devices: Sequence[Any] | None = None) -> Layout:
+def make_layout(shape: MeshShape, sharding: ShardingConfig, devices: Sequence[Any] | None = None) -> Layout:
     """A layout over the first ``shape.size`` devices.
 
     Args:
         shape: Of the mesh.
-        rules: Sharding rules.
+        sharding: The sharding rules, as the configuration gives them.
         devices: Of one kind; ``None`` takes jax's. Real ones, or those of a topology that is only compiled for.
     """
     chosen = np.array((jax.devices() if devices is None else devices)[: shape.size], dtype=object)
-    return Layout(Mesh(chosen.reshape(shape), AXES), rules)
+    return Layout(Mesh(chosen.reshape(tuple(shape.values())), tuple(shape)), ShardingRules(sharding, shape))

@@ -2,41 +2,86 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping
 
 from jaxserve.config import MeshConfig
 from jaxserve.errors import ConfigError
-
-DATA, MODEL = "data", "model"
-AXES = (DATA, MODEL)
+from jaxserve.mesh_axes import DATA, MESH_AXES, MODEL, MeshAxis, axis_names
 
 
-class MeshShape(NamedTuple):
-    """How many ranks each axis has."""
+class MeshShape(Mapping[str, int]):
+    """How many ranks each axis of a mesh has: a mapping from axis to size, in the order of the table of axes. Immutable and hashable.
 
-    data: int = 1
-    model: int = 1
+    Args:
+        data: Size of the axis ``data``; at least 1, as all sizes.
+        model: Size of the axis ``model``.
+        axes: The table.
+        others: Sizes of further axes, by name; an axis that is not named has one rank.
+
+    Raises:
+        TypeError: An axis that the table does not have.
+    """
+
+    __slots__ = ("_axes", "_sizes")
+
+    def __init__(self, data: int = 1, model: int = 1, *, axes: tuple[MeshAxis, ...] = MESH_AXES, **others: int) -> None:
+        if unknown := others.keys() - set(axis_names(axes)):
+            raise TypeError(f"a mesh has no axis {', '.join(sorted(unknown))}")
+        given = {DATA: data, MODEL: model} | others
+        self._axes = axes
+        self._sizes = {name: given.get(name, 1) for name in axis_names(axes)}
+
+    def __getitem__(self, axis: str) -> int:
+        return self._sizes[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._sizes.items()))
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.items() if size > 1 or axis in (DATA, MODEL))
+
+    def __repr__(self) -> str:
+        return f"MeshShape({self})"
+
+    @property
+    def data(self) -> int:
+        """Data ranks: each has its own sequences and pages."""
+        return self[DATA]
+
+    @property
+    def model(self) -> int:
+        """Model ranks: each has a part of every layer."""
+        return self[MODEL]
 
     @property
     def size(self) -> int:
         """Devices."""
-        return self.data * self.model
+        return math.prod(self.values())
 
-    def __str__(self) -> str:
-        return f"data={self.data},model={self.model}"
+    def resized(self, axis: str, size: int) -> MeshShape:
+        """The same mesh but for the size of one axis."""
+        return MeshShape(axes=self._axes, **{**self, axis: size})
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Reads ``data=2,model=4``; either part may be missing.
+def parse_mesh(text: str, axes: tuple[MeshAxis, ...] = MESH_AXES) -> dict[str, int]:
+    """Reads ``data=2,model=4``; axes may be missing.
 
     Raises:
         ConfigError: Anything else: an axis unknown or twice, a number that is none or below 1.
     """
+    names = axis_names(axes)
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, separator, number = (piece.strip() for piece in part.partition("="))
-        if axis not in AXES:
-            raise ConfigError(f"mesh {text!r} has an axis {axis!r}; allowed are {' and '.join(AXES)}, as in data=2,model=4")
+        if axis not in names:
+            raise ConfigError(f"mesh {text!r} has an axis {axis!r}; allowed are {', '.join(names[:-1])} and {names[-1]}, as in data=2,model=4")
         if axis in sizes:
             raise ConfigError(f"mesh {text!r} has the axis {axis!r} twice")
         if not separator or not number.isascii() or not number.isdigit() or int(number) < 1:
@@ -45,15 +90,31 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def choose_mesh_shape(config: MeshConfig, num_devices: int, *, is_cpu: bool) -> MeshShape:
-    """The mesh that a configuration asks for on this machine.
+def configured_sizes(config: MeshConfig, axes: tuple[MeshAxis, ...] = MESH_AXES) -> dict[str, int]:
+    """The sizes of axes that a configuration gives; those that it leaves open are missing."""
+    return {name: size for name in axis_names(axes) if (size := getattr(config, name)) is not None}
+
+
+def complete_mesh(sizes: Mapping[str, int], num_devices: int, axes: tuple[MeshAxis, ...] = MESH_AXES) -> MeshShape:
+    """The mesh of which some sizes are given.
+
+    Args:
+        sizes: Axis -> size, as :func:`parse_mesh` and :func:`configured_sizes` give them.
+        num_devices: What the axis that takes the rest may fill. The mesh may be larger, where the sizes ask for more.
+        axes: The table of axes.
+    """
+    rest = max(1, num_devices // math.prod(sizes.values()))
+    open_sizes = {axis.name: rest if axis.takes_rest else 1 for axis in axes if axis.name not in sizes}
+    return MeshShape(axes=axes, **sizes, **open_sizes)
+
+
+def choose_mesh_shape(config: MeshConfig, num_devices: int, *, is_cpu: bool, axes: tuple[MeshAxis, ...] = MESH_AXES) -> MeshShape:
+    """The mesh that a configuration asks for on this machine. On a CPU no axis takes devices that are not asked for.
 
     Raises:
         ConfigError: It needs more devices than there are.
     """
-    data = config.data or 1
-    model = config.model or (1 if is_cpu else max(1, num_devices // data))
-    shape = MeshShape(data, model)
+    shape = complete_mesh(configured_sizes(config, axes), 1 if is_cpu else num_devices, axes)
     if shape.size > num_devices:
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices of one CPU" if is_cpu else ""
         raise ConfigError(f"the mesh {shape} needs {shape.size} devices; there {'is' if num_devices == 1 else 'are'} {num_devices}{hint}")

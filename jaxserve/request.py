@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.errors import ErrorData, InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -87,6 +87,8 @@ class RequestOptions:
         deadline_ms: Time from arrival after which the answer is worth nothing: the request is ended then, or refused if it can be foreseen; ``>= 1``.
         tenant: On whose account it runs; set by the server from the API key.
         traceparent: The caller's span, as W3C Trace Context writes it; set by the server from the header.
+        detokenize: Whether the engine makes the text and looks for stop strings in it; set by the server. Else outputs have tokens only, and whoever makes
+            the text tells the engine when a stop string has ended it.
 
     Raises:
         InvalidRequestError: A value out of its range; ``param`` names the field.
@@ -98,6 +100,7 @@ class RequestOptions:
     deadline_ms: int | None = None
     tenant: str = ""
     traceparent: str | None = None
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         for name, limit in (("cache_salt", MAX_CACHE_SALT_CHARS), ("session_id", MAX_SESSION_ID_CHARS)):
@@ -202,9 +205,8 @@ class RequestOutput:
         finish_reason: ``None`` while running. Exactly one output of a request has a reason, and it is the last one.
         stop_reason: The stop string or stop token id that ended it; ``None`` for EOS, length and others.
         usage: Counts so far.
-        error: For ``finish_reason == "error"``: what went wrong.
+        error: For ``finish_reason == "error"``: what went wrong; ``errors.from_data`` gives what its client is to get.
         times: With the last output of a request that the engine took.
-        refusal: For ``finish_reason == "error"``: the error that its client is to get, if it is one of ours.
         degraded_max_tokens: The limit that the server put on it under load, in place of a larger one.
     """
 
@@ -214,10 +216,30 @@ class RequestOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     usage: Usage
-    error: str | None = None
+    error: ErrorData | None = None
     times: RequestTimes | None = None
-    refusal: JaxserveError | None = None
     degraded_max_tokens: int | None = None
+
+
+def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Several outputs of one request in a row, at least one, as the one that they add up to."""
+    if len(outputs) == 1:
+        return outputs[0]
+    token_ids = tuple(token_id for output in outputs for token_id in output.token_ids)
+    return dataclasses.replace(outputs[-1], token_ids=token_ids, text="".join(output.text for output in outputs))
+
+
+def ended_output(request: Request, num_tokens: int, reason: FinishReason, error: ErrorData | None) -> RequestOutput:
+    """The last output of a request that the engine has not taken, or cannot end any more.
+
+    Args:
+        request: The request.
+        num_tokens: Generated so far.
+        reason: Why it ends.
+        error: What went wrong, if something did.
+    """
+    usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
+    return RequestOutput(request_id=request.request_id, token_ids=(), text="", finish_reason=reason, stop_reason=None, usage=usage, error=error)
 
 
 def _check_number(value: object, name: str, *, low: float, high: float, open_low: bool = False) -> None:

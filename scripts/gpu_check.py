@@ -26,9 +26,10 @@ import numpy as np
 
 from jaxserve.config import ShardingConfig
 from jaxserve.dims import ceil_div
-from jaxserve.engine.step.batch import Bucket, packed_batch
-from jaxserve.engine.step.function import Carry, attention_problem, make_step
-from jaxserve.kernels_pallas.proof import numerics
+from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
+from jaxserve.engine.step.batch import packed_batch
+from jaxserve.engine.step.buckets import Bucket
+from jaxserve.engine.step.function import abstract_carry
 from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     IMPLEMENTATIONS,
     NO_WINDOW,
@@ -38,6 +39,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import (
     make_problem,
     ragged_paged_attention,
 )  # fmt: skip
+from jaxserve.kernels_pallas.ragged_paged_attention.proof import comparison
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.target import current_target, find_chip
 from jaxserve.mesh import make_layout
@@ -106,12 +108,12 @@ def correctness(on_gpu: bool) -> Iterator[Row]:
     for case in cases:
         start = time.perf_counter()
         try:
-            comparison = numerics.compare(IMPLEMENTATIONS[NAME], case)
+            found = comparison.compare(IMPLEMENTATIONS[NAME], case)
         except Exception as error:  # One broken case must not hide the others.
             yield Row("correctness", case.name, ok=False, note=f"{type(error).__name__}: {str(error)[:200]}")
             continue
         milliseconds = (time.perf_counter() - start) * 1e3
-        yield Row("correctness", case.name, milliseconds, comparison.error, "rel. norm", comparison.held, "" if comparison.held else str(comparison))
+        yield Row("correctness", case.name, milliseconds, found.error, "rel. norm", found.held, "" if comparison.held else str(found))
 
 
 def full_batch(rows: int, new: int, context: int, width: int, num_pages: int) -> RaggedBatch:
@@ -122,10 +124,10 @@ def full_batch(rows: int, new: int, context: int, width: int, num_pages: int) ->
     table[:, :pages] = rng.permutation(num_pages)[: rows * pages].reshape(rows, pages)
     positions = np.tile(np.arange(context - new, context), rows).astype(np.int32)
     row = np.repeat(np.arange(rows), new)
-    slots = (table[row, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE).astype(np.int32)
+    entries = (table[row, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE).astype(np.int32)
     counts = np.array([rows if new == 1 else 0, rows], np.int32)
     starts = np.arange(0, rows * new + 1, new, dtype=np.int32)
-    return RaggedBatch(*(jnp.asarray(x) for x in (np.full(rows, context, np.int32), starts, table, slots, positions, counts)))
+    return RaggedBatch(*(jnp.asarray(x) for x in (np.full(rows, context, np.int32), starts, table, entries, positions, counts)))
 
 
 def attention_call(heads: tuple[int, int, int], rows: int, new: int, context: int) -> tuple[Callable[[Any], Any], Any]:
@@ -200,24 +202,20 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
     context = 1024 if on_gpu else 32
     for rows in (1, 8, 64, 256) if on_gpu else (2,):
         width = ceil_div(context + 64, PAGE_SIZE)
-        shape = PoolShape(
-            num_layers=spec.num_layers, num_pages=rows * width, page_size=PAGE_SIZE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=jnp.bfloat16
-        )  # fmt: skip
-        bucket = Bucket(rows, rows, width, True)
-        attention = choose_implementation(NAME, attention_problem(model, bucket, shape, layout))
-        step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
-        pool = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), attention.init_pool(shape))
+        bucket = Bucket(rows, rows, width, True, "greedy")
+        plan = pool_of_size(model, layout, [bucket], num_pages=rows * width, page_size=PAGE_SIZE, kv_dtype=jnp.bfloat16, attention=NAME)
+        carry = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract_carry(rows, layout))
         packed = jnp.asarray(packed_batch(bucket, num_rows=rows, query_len=1, context_len=context, page_size=PAGE_SIZE))
         start = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=(1, 2)).lower(params, pool, Carry(jnp.zeros(rows, jnp.int32)), packed).compile()
+        compiled = lower_bucket(model, params, plan, bucket, max_num_seqs=rows).compile()
         compile_s = time.perf_counter() - start
 
         def run(state: Any, compiled: Any = compiled, packed: Any = packed) -> Any:
             pool, carry, _ = compiled(params, state[0], state[1], packed)
             return pool, carry
 
-        seconds, state = measure(run, (pool, Carry(jnp.zeros(rows, jnp.int32))), calls=20 if on_gpu else 1)
-        del state, pool
+        seconds, state = measure(run, (plan.allocate(), carry), calls=20 if on_gpu else 1)
+        del state
         kv_bytes = rows * context * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 2
         roofline = (weight_bytes + kv_bytes) / (copy_rate)
         yield Row(

@@ -75,9 +75,9 @@ def seconds_of(implementation: Implementation, problem: Problem, context: int, *
     table = np.zeros((B, width), np.int32)
     table[:, :pages] = rng.permutation(shape.num_pages)[: B * pages].reshape(B, pages)
     positions = np.tile(np.arange(context - new, context), B).astype(np.int32)
-    slots = table[np.repeat(np.arange(B), new), positions // shape.page_size] * shape.page_size + positions % shape.page_size
+    entries = table[np.repeat(np.arange(B), new), positions // shape.page_size] * shape.page_size + positions % shape.page_size
     counts = np.array([B if new == 1 else 0, B], np.int32)
-    batch = RaggedBatch(np.full(B, context, np.int32), np.arange(0, T + 1, new, dtype=np.int32), table, slots.astype(np.int32), positions, counts)
+    batch = RaggedBatch(np.full(B, context, np.int32), np.arange(0, T + 1, new, dtype=np.int32), table, entries.astype(np.int32), positions, counts)
     q, k, v = (jnp.asarray(rng.standard_normal((T, heads, shape.head_dim)), problem.q_dtype) for heads in (problem.num_heads, *[shape.num_kv_heads] * 2))
     pool = jax.tree.map(lambda array: jnp.ones(array.shape, array.dtype), implementation.init_pool(shape))
 

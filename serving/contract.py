@@ -74,8 +74,12 @@ class ServedEngine(Protocol):
         """
         ...
 
-    def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Ends a request, of a tenant if one is named, within one step and frees its pages. False when no such request is in flight."""
+    async def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Ends a request, of a tenant if one is named, within one step and frees its pages. False when no such request is in flight.
+
+        Raises:
+            EngineError: The engine does not answer.
+        """
         ...
 
     def stats(self) -> EngineStats:

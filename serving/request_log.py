@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.config import Config
+from jaxserve.errors import UnexpectedError
 from jaxserve.request import Request, RequestOutput, RequestTimes, SamplingParams
 from jaxserve.serving.contract import ServedEngine
 
@@ -65,7 +66,7 @@ def _outcome(request: Request, last: RequestOutput) -> dict[str, Any]:
         "priority": options.priority or None,
         "finish": last.finish_reason,
         # By its class: the text of an error that nobody expected may hold anything.
-        "error": None if last.error is None else "unexpected" if last.refusal is None else type(last.refusal).__name__,
+        "error": None if last.error is None else "unexpected" if last.error.error_class is UnexpectedError else last.error.error_class.__name__,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "generated_tokens": usage.completion_tokens,

@@ -17,7 +17,7 @@ from jaxserve.config import Config
 from jaxserve.engine.observation.meter import Measurements
 from jaxserve.engine.observation.stats import EngineStats
 from jaxserve.engine.requests.params import resolve_params
-from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, EngineNotReadyError, InvalidRequestError, UnknownModelError
+from jaxserve.errors import ContextLengthError, EngineDeadError, EngineNotReadyError, InvalidRequestError, UnknownModelError, from_data
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 from jaxserve.serving.auth import require_key
 from jaxserve.serving.contract import ServedEngine
@@ -31,7 +31,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.
 _RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(RequestOptions) if field.name not in ("tenant", "traceparent"))
+OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(RequestOptions) if field.name not in ("tenant", "traceparent", "detokenize"))
 """What a client may say about the treatment of its request."""
 
 T = TypeVar("T")
@@ -256,8 +256,8 @@ class InferenceService:
         # Closed, not aborted by id: where the id was refused, it is another request's.
         async with contextlib.aclosing(self.engine.generate(request)) as outputs:
             async for output in outputs:
-                if output.finish_reason == "error":
-                    raise output.refusal or EngineError(output.error or "the engine failed while it ran this request")
+                if output.error is not None:
+                    raise from_data(output.error)
                 yield output
 
     async def run_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, UnexpectedError
 from jaxserve.request import Request, RequestOutput, RequestTimes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RequestTracer:
         end_ns = epoch_ns + int((now_s if last.times is None else last.times.finished_s) * 1e9)
         span = self._tracer.start_span("llm_request", caller, trace.SpanKind.SERVER, attributes=_attributes(request, last, model), start_time=start_ns)
         if last.error is not None:
-            span.set_status(trace.StatusCode.ERROR, "unexpected error" if last.refusal is None else str(last.refusal))
+            span.set_status(trace.StatusCode.ERROR, "unexpected error" if last.error.error_class is UnexpectedError else last.error.message)
         if last.times is not None:
             self._trace_phases(last.times, epoch_ns, trace.set_span_in_context(span))
         span.end(end_ns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from jaxserve.cli.bench_compare import compare
+from jaxserve.cli.bench_loop import loop
 from jaxserve.cli.bench_offline import latency, throughput
 from jaxserve.cli.bench_serve import serve
 from jaxserve.cli.bench_startup import startup
@@ -24,3 +25,4 @@ bench.command()(throughput)
 bench.command()(latency)
 bench.command()(startup)
 bench.command()(step)
+bench.command()(loop)

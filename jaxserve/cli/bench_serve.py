@@ -189,11 +189,11 @@ async def _run(job: Job) -> int:
     from jaxserve.bench.report import report
 
     if job.grpc:
-        from jaxserve.serving.grpc_api.bench_target import open_grpc_session as open_target
+        from jaxserve.serving.grpc_api.bench_system import open_grpc_session as open_server
     else:
-        from jaxserve.bench.load.session import open_session as open_target
+        from jaxserve.bench.load.session import open_session as open_server
     console = tables_console()
-    async with open_target(job.server, job.workload) as session:
+    async with open_server(job.server, job.workload) as session:
         with options.stop_on_interrupt() as stop, show_progress() as observer:
 
             async def run(workload: Workload) -> Result:

@@ -139,8 +139,8 @@ class Conversation:
             else:
                 outputs = self._engine.step()
             for output in outputs:
-                if output.finish_reason == "error":
-                    raise EngineError(output.error or "the engine failed")
+                if output.error is not None:
+                    raise EngineError(output.error.message)
                 answer.append(output.text)
                 yield output.text
         self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]

@@ -71,7 +71,7 @@ def compile_programs(
                 summary = row
     emit(
         f"{out}: {summary['steps']} steps and {summary['others']} other programs, {summary['bytes'] / 2**20:.1f} MiB\n"
-        f"for {summary['device_kind']}, data={summary['mesh']['data']},model={summary['mesh']['model']}, {summary['num_pages']} pages of "
+        f"for {summary['device_kind']}, {summary['mesh']}, {summary['num_pages']} pages of "
         f"{summary['page_size']} tokens, jax {summary['jax']}\n"
         f"jaxserve run --compiled {out}"
     )
@@ -89,9 +89,9 @@ def _removed_if_unfinished(folder: Path) -> Generator[None]:
 
 def _absent(text: str) -> tuple[str, dict[str, str]]:
     """A target that is not here, and the environment of a process that compiles for it."""
-    from jaxserve.plan.target import parse_target
+    from jaxserve.plan.topology import parse_topology
 
-    target = parse_target(text)
+    target = parse_topology(text)
     missing = targets.missing(target.chip.name)
     if missing is not None:
         raise ConfigError(f"--on {text}: {missing}")

@@ -19,7 +19,7 @@ def _group() -> None:
 
 @kernels.command()
 def check(
-    op: Annotated[str, typer.Option(metavar="NAME", help="The op to check.")] = "ragged_paged_attention",
+    op: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Check this op. Repeatable.", show_default="all")] = None,
     target: Annotated[
         list[str] | None, typer.Option(metavar="CHIP", help="Compile for this chip. Repeatable.", show_default="all whose compilers are installed")
     ] = None,
@@ -37,11 +37,12 @@ def check(
         jaxserve kernels check --target v6e --target h200 --json
     """
     choose_platform("cpu")
-    from jaxserve.kernels_pallas.proof.check import OPS, report
+    from jaxserve.kernels_pallas.proof.check import report
+    from jaxserve.kernels_pallas.proof.ops import OPS
     from jaxserve.kernels_pallas.proof.targets import TARGETS
 
-    for kind, given, known in (("op", [op], OPS), ("target", target or [], TARGETS)):
+    for kind, given, known in (("op", op or [], OPS), ("target", target or [], TARGETS)):
         for name in given:
             if name not in known:
                 raise ConfigError(f"--{kind} is {name!r}; must be one of {', '.join(known)}")
-    raise typer.Exit(report(chosen_targets=target, quick=quick, as_json=as_json))
+    raise typer.Exit(report(ops=[OPS[name] for name in dict.fromkeys(op or OPS)], chosen_targets=target, quick=quick, as_json=as_json))

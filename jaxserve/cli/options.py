@@ -14,6 +14,7 @@ import typer
 from jaxserve.config import Config, load_config
 from jaxserve.engine.programs.manifest import read_manifest
 from jaxserve.log import set_up_logging
+from jaxserve.mesh_axes import MESH_AXES
 from jaxserve.mesh_shape import parse_mesh
 
 ONE_SHOT_DEFAULTS: Mapping[str, Any] = MappingProxyType({"engine.warmup": False})
@@ -51,7 +52,8 @@ PlatformOption = Annotated[
 MeshOption = Annotated[
     str | None,
     typer.Option(
-        "--mesh", metavar="data=N,model=M", help="Devices: N data ranks, each with its own sequences, times M parts of every layer.",
+        "--mesh", metavar=",".join(f"{axis.name}=N" for axis in MESH_AXES),
+        help=f"How many ranks each axis of the mesh has: {'; '.join(f'each {axis.name} rank has {axis.meaning}' for axis in MESH_AXES)}.",
         rich_help_panel=_CONFIG_PANEL, show_default="one device on CPU, else all on model",
     ),
 ]  # fmt: skip

@@ -15,7 +15,6 @@ from jaxserve.cli.options import Debug, split_words
 from jaxserve.cli.output import emit, tables_console
 from jaxserve.cli.progress import progress_bars
 from jaxserve.config import load_config
-from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging
 from jaxserve.output_files import require_folder
 from jaxserve.platform import choose_platform
@@ -76,6 +75,7 @@ def plan(
         raise typer.BadParameter("MODEL is missing")
 
     from jaxserve.mesh_shape import parse_mesh
+    from jaxserve.models.context_length import check_context_length
     from jaxserve.models.loading.specs import open_spec
     from jaxserve.plan import report
     from jaxserve.plan.advice import best_layouts, what_would_fit
@@ -85,14 +85,14 @@ def plan(
     from jaxserve.plan.measured import Measured, comparisons, read_measured
     from jaxserve.plan.planner import Question, plan_layouts
     from jaxserve.plan.request import Load
-    from jaxserve.plan.target import parse_target
+    from jaxserve.plan.topology import parse_topology
     from jaxserve.plots import require_matplotlib
 
     require_folder("--html", html)
     if html is not None:
         require_matplotlib()
     seen: Measured = {} if measured is None else read_measured(measured)
-    targets = [parse_target(text) for text in on]
+    targets = [parse_topology(text) for text in on]
     wanted = mesh or ["all"]
     layouts = [
         (target, shape)
@@ -102,8 +102,7 @@ def plan(
     ]
     layouts = list(dict.fromkeys(layouts))
     name, spec = open_spec(model)
-    if context > spec.max_position:
-        raise ConfigError(f"--context is {context}; must be at most {spec.max_position}, the limit of {name}")
+    check_context_length(context, spec, key="--context", model=name)
     load = Load(batch=batch, context=context, chunk=chunk)
     question = Question(source=model, name=name, spec=spec, config=load_config(overrides=settings), settings=tuple(settings), load=load)
     with progress_bars() as progress:

@@ -23,6 +23,7 @@ from jaxserve.engine.step.execution import choose_execution
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Layout, make_layout
 from jaxserve.mesh_shape import MeshShape, choose_mesh_shape
+from jaxserve.models.context_length import check_context_length
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.progress import Progress
@@ -83,7 +84,7 @@ def build_runner(config: Config, processes: Processes = ONE_PROCESS, *, progress
     model = make_model(checkpoint.spec, config, execution, layout)
     spec = model.spec
     folder = _open_compiled(config, layout, spec)
-    max_model_len = max_model_len_of(config, spec, checkpoint.name)
+    max_model_len = check_context_length(config.model.max_model_len, spec, key="model.max_model_len", model=checkpoint.name)
     params = checkpoint.load_params(model, layout=layout, progress=progress)
     logger.info("loaded %s (%s, %s) in %.1f s", checkpoint.name, checkpoint.format, config.model.dtype, time.monotonic() - started)
 
@@ -117,7 +118,14 @@ def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkp
     """The host half on a runner that is ready."""
     name = config.server.served_model_name or checkpoint.name
     defaults = checkpoint.generation_defaults
-    return Engine(runner, tokenizer, model.spec, config, model_name=name, model_revision=checkpoint.revision, sampling_defaults=defaults)
+    return Engine(
+        runner, tokenizer, model.spec, config, model_name=name, model_revision=checkpoint.revision, sampling_defaults=defaults, overlap=overlaps(config)
+    )  # fmt: skip
+
+
+def overlaps(config: Config) -> bool:
+    """Whether steps overlap: as configured, else on accelerators. On a CPU the host's work and the step share the processors."""
+    return jax.default_backend() != "cpu" if config.engine.overlap is None else config.engine.overlap
 
 
 def _check_processes(config: Config, processes: Processes, mesh: MeshShape) -> None:
@@ -133,20 +141,6 @@ def _open_compiled(config: Config, layout: Layout, spec: ModelSpec) -> CompiledF
     if config.engine.compiled is None:
         return None
     return CompiledFolder(Path(config.engine.compiled), facts=live_facts(list(layout.mesh.devices.flat)), config=config, spec=spec)
-
-
-def max_model_len_of(config: Config, spec: ModelSpec, name: str) -> int:
-    """Most tokens of a sequence.
-
-    Raises:
-        ConfigError: More than the model was made for.
-    """
-    longest = spec.max_position
-    if config.model.max_model_len is None:
-        return longest
-    if not 2 <= config.model.max_model_len <= longest:
-        raise ConfigError(f"model.max_model_len must be in [2, {longest}] (the limit of {name}), got {config.model.max_model_len}")
-    return config.model.max_model_len
 
 
 def _log_what_fits(params: Params, plan: PoolPlan, max_model_len: int) -> None:

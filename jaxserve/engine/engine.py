@@ -1,4 +1,4 @@
-"""The synchronous engine: the door, one step after another, and what comes out. One thread; ``async_engine`` puts it into one of its own."""
+"""The synchronous engine: requests in, steps, outputs out. One thread; ``async_engine`` puts it into one of its own."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ import math
 import random
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import Config
 from jaxserve.engine.observation.inspection import SchedulerView, inspect_scheduler
 from jaxserve.engine.observation.meter import Measurements, Meter
-from jaxserve.engine.observation.stats import EngineStats, RefusalReason
+from jaxserve.engine.observation.stats import Counts, EngineStats, RefusalReason
 from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
 from jaxserve.engine.pages.prefix_cache.interface import make_namespace
+from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.requests.admission import Admission, Load
 from jaxserve.engine.requests.door import Door
-from jaxserve.engine.requests.expiry import Expiry
-from jaxserve.engine.requests.output import Delta, OutputProcessor
+from jaxserve.engine.requests.output import Delta, OutputProcessor, TextMaker, TokenRules
 from jaxserve.engine.requests.params import resolve_params
+from jaxserve.engine.requests.time_limits import TimeLimits
 from jaxserve.engine.scheduling.chunking import make_chunking
-from jaxserve.engine.scheduling.schedule import Runner, Schedule
+from jaxserve.engine.scheduling.schedule import Runner, Schedule, SequenceResult
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxserve.errors import (
     ConfigError,
-    DeadlineExceededError,
     EngineDeadError,
+    ErrorData,
     InvalidRequestError,
     JaxserveError,
     ModelError,
     OverloadedError,
     QuotaExceededError,
-    ReaderTimeoutError,
+    to_data,
 )
+from jaxserve.models.context_length import check_context_length
 from jaxserve.models.spec import ModelSpec
-from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams, Usage
+from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 _MOST_FAILED_STEPS = 3
 """As many failed steps in a row mean that the device will not recover."""
 _CHECK_INTERVAL_S = 10.0
-"""Of the books: it takes some passes over all pages, and a request may come meanwhile."""
+"""Least time between two checks of the books: a check passes over all pages, and a request may come meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +66,9 @@ class _Generation:
 class Engine:
     """Serves requests on one runner.
 
-    ``submit`` takes a request if the bounds of the configuration allow it, ``add`` in any case.
+    ``submit`` takes a request if the bounds of the configuration allow it, ``add`` in any case. Then ``step`` after ``step`` gives their outputs: each
+    launches the next step and collects the one that is due. With overlap that is the step before, so that the device runs while the host turns tokens into
+    outputs and prepares the step after; a request that ends by its tokens then takes a row of one step too many, whose token nobody sees.
 
     ``make_request``, ``stats`` and ``measurements`` may be called from any thread, all else from one.
 
@@ -73,10 +76,11 @@ class Engine:
         runner: Runs the steps; warmed up.
         tokenizer: Of the model.
         spec: Of the model; gives the vocabulary, the longest context and EOS ids.
-        config: ``model.max_model_len``, ``scheduler`` and ``engine.check_integrity`` are read here.
+        config: ``model.max_model_len``, ``scheduler``, ``cache`` and ``engine`` are read here.
         model_name: What the model is called.
         model_revision: The commit of its files, where one is known.
         sampling_defaults: The model's own values for sampling fields that a request leaves out.
+        overlap: Whether a step is launched while the one before it runs.
         seed: Of the generator that gives a seed to each request without one; ``None`` for a fresh one.
         clock: Gives the time in seconds, as ``Request.arrival_s`` has it.
 
@@ -100,12 +104,11 @@ class Engine:
         model_name: str = "model",
         model_revision: str | None = None,
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
+        overlap: bool = False,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_model_len = config.model.max_model_len or spec.max_position
-        if not 2 <= self.max_model_len <= spec.max_position:
-            raise ConfigError(f"model.max_model_len must be in [2, {spec.max_position}] (the model's own limit), got {self.max_model_len}")
+        self.max_model_len = check_context_length(config.model.max_model_len, spec, key="model.max_model_len", model=model_name)
         try:
             resolve_params({}, sampling_defaults)
         except InvalidRequestError as error:
@@ -131,14 +134,11 @@ class Engine:
         self._clock = clock
         self._meter = Meter()
         self._seeds = random.Random(seed)  # noqa: S311  (seeds of samples, no secrets)
+        self._counts = Counts()
+        self._pipeline = Pipeline(runner, int(overlap), clock)
         self._idle_until_s = 0.0
         self._checked_s = -math.inf
         self._num_failed_steps = 0  # in a row
-        self._refused: Counter[RefusalReason] = Counter()
-        self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-        self._finished: Counter[FinishReason] = Counter()
         self._open_books()
 
     def _open_books(self) -> None:
@@ -158,12 +158,10 @@ class Engine:
             weights=self._tenants.weights,
         )
         self._admission = Admission(config.scheduler, self._tenants)
+        self._time_limits = TimeLimits(config.scheduler.queue_timeout_s, config.engine.reader_timeout_s, self._retry_after_s)
         self._generations: dict[str, _Generation] = {}
-        self._queue_timeouts = Expiry()
-        self._deadlines = Expiry()
-        self._paused: dict[Sequence, float] = {}  # since when; in this order
         self._last_move: tuple[float, int] | None = None  # since when the queue has moved by so many tokens; None without a queue or steps
-        self._num_requests = self._finished.total()
+        self._counts.num_requests = self._counts.finished.total()
 
     @property
     def runner(self) -> Runner:
@@ -172,13 +170,25 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are in flight."""
-        return bool(self._generations)
+        """Whether requests are in flight, or a step that was launched for them."""
+        return bool(self._generations) or self._pipeline.num_steps > 0
 
     @property
     def idle_s(self) -> float:
         """How long ``step`` has nothing to do unless another method is called, in seconds; infinity for ever. Known after it had nothing to do."""
         return max(0.0, self._idle_until_s - self._clock()) if self._generations else 0.0
+
+    @property
+    def slack_s(self) -> float:
+        """How long the next ``step`` can be put off, in seconds, and the device still goes from step to step: requests that come until then join it.
+
+        Tell ``note_sleep`` what was made of it.
+        """
+        return self._pipeline.slack_s
+
+    def note_sleep(self, seconds: float) -> None:
+        """Notes that the caller slept in the slack: so long the host had nothing to do."""
+        self._pipeline.note_sleep(seconds)
 
     @property
     def is_compiling(self) -> bool:
@@ -232,15 +242,14 @@ class Engine:
         try:
             shed = self._admission.check(request, max_tokens, load, self._clock())
         except QuotaExceededError:
-            self._refused["quota"] += 1
+            self._counts.refused["quota"] += 1
             raise
         except OverloadedError:
-            self._refused["overload"] += 1
+            self._counts.refused["overload"] += 1
             raise
         # First of all, for it may fail: nobody has to leave for a request that does not come.
         sequence = self._queue(request, self._admission.limit_max_tokens(max_tokens, load), max_tokens)
-        if (timeout_s := self._config.scheduler.queue_timeout_s) is not None:
-            self._queue_timeouts.add(sequence, request.arrival_s + timeout_s)
+        self._time_limits.watch(sequence, may_wait_for_ever=False)
         message = f"the queue is full, and another request has taken this one's place (scheduler.order is {self._config.scheduler.order})"
         return [self._refuse(lower, OverloadedError(message, retry_after_s=self._retry_after_s()), "shed") for lower in shed]
 
@@ -252,7 +261,7 @@ class Engine:
         """
         self._check_id(request)
         max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.params)
-        self._queue(request, max_tokens, max_tokens)
+        self._time_limits.watch(self._queue(request, max_tokens, max_tokens), may_wait_for_ever=True)
 
     def pause(self, request_id: str) -> None:
         """Stops a request until ``resume``: nobody reads its outputs. What it holds is free for others. Does nothing if it is not in flight.
@@ -261,8 +270,8 @@ class Engine:
         """
         self._idle_until_s = 0.0
         generation = self._generations.get(request_id)
-        if generation is not None and generation.sequence not in self._paused:
-            self._paused[generation.sequence] = self._clock()
+        if generation is not None and not self._time_limits.is_paused(generation.sequence):
+            self._time_limits.pause(generation.sequence, self._clock())
             self._meter.pause(generation.sequence)
             self._scheduler.pause(generation.sequence)
 
@@ -270,7 +279,7 @@ class Engine:
         """Lets a paused request go on. Does nothing to others."""
         self._idle_until_s = 0.0
         if (generation := self._generations.get(request_id)) is not None:
-            self._paused.pop(generation.sequence, None)
+            self._time_limits.resume(generation.sequence)
             self._scheduler.resume(generation.sequence)
 
     def _check_id(self, request: Request) -> None:
@@ -279,19 +288,17 @@ class Engine:
 
     def _queue(self, request: Request, max_tokens: int, wanted_max_tokens: int) -> Sequence:
         prompt, params = request.prompt_token_ids, request.params
-        detokenizer = self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
-        processor = OutputProcessor(params, detokenizer, self._eos_token_ids, max_tokens)
+        text = TextMaker(params, self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)) if request.options.detokenize else None
+        processor = OutputProcessor(TokenRules(params, self._eos_token_ids, max_tokens), text)
         seed = self._seeds.getrandbits(32) if params.seed is None else fold_seed(params.seed)
         sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=self._namespace(request.options))
         self._scheduler.add(sequence)
         self._admission.enter(sequence, self._clock())
         degraded = max_tokens if max_tokens < wanted_max_tokens else None
         self._generations[request.request_id] = _Generation(sequence, processor, degraded)
-        if (deadline_ms := request.options.deadline_ms) is not None:
-            self._deadlines.add(sequence, request.arrival_s + deadline_ms / 1000)
         self._idle_until_s = 0.0
-        self._num_requests += 1
-        self._num_prompt_tokens += len(prompt)
+        self._counts.num_requests += 1
+        self._counts.num_prompt_tokens += len(prompt)
         return sequence
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -309,47 +316,109 @@ class Engine:
         except Exception as error:  # whatever it is, it is this request's alone
             return self._emit_error(generation.sequence, error)
 
+    def stop(self, request_id: str, num_tokens: int) -> RequestOutput | None:
+        """Ends a request as of its first ``num_tokens`` generated tokens, with reason "stop": whoever makes its text has found a stop string there. What
+        was generated since is in no count of the request, and not in the prefix cache.
+
+        Returns:
+            Its last output; ``None`` if it is not in flight (any more).
+        """
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return None
+        self._idle_until_s = 0.0
+        self._scheduler.truncate(generation.sequence, num_tokens)
+        return self._emit(generation.sequence, (), Delta("", "stop"))
+
+    def give_back(self, tenant: str, num_tokens: int) -> None:
+        """Gives tokens back to a tenant: of a request that had ended by itself before it was known that its text had ended ``num_tokens`` earlier."""
+        self._admission.give_back(tenant, num_tokens, self._clock())
+
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns what it added, at most one output a request, and the ends of requests whose time was up. Does nothing without work.
+        """Launches the next step and collects the one that is due. Does nothing without work.
 
         What goes wrong while one request's output is made ends that request; what goes wrong on the device ends the requests of that step. Both end
         with reason "error", and the engine goes on.
 
+        Returns:
+            What the collected step added, at most one output a request, and the ends of requests whose time was up.
+
         Raises:
             EngineDeadError: The runner cannot go on, or steps fail one after the other.
         """
-        start_s = self._clock()
-        ended = self._expire(start_s)
+        num_steps = self._pipeline.num_steps
+        outputs = self.launch()
+        if self._pipeline.is_full or self._pipeline.num_steps == num_steps:
+            outputs += self.collect()
+        return outputs
+
+    def launch(self) -> list[RequestOutput]:
+        """Schedules the next step and starts it on the device, without waiting for it. Does nothing if there is nothing to run.
+
+        Where a sequence holds steps back until its token is known (``Lag.HOLDS_STEP``), the steps under way are collected first.
+
+        Returns:
+            The ends of requests whose time was up, and what was collected.
+
+        Raises:
+            EngineDeadError: As ``step``.
+        """
+        began_s = self._clock()
+        outputs = [self._refuse(*due) for due in self._time_limits.take_due(began_s)]
+        while self._pipeline.num_steps and self._scheduler.is_held:
+            outputs += self.collect()
         scheduler = self._scheduler
-        schedule = self._schedule(start_s)
+        schedule = self._schedule(began_s)
         if not schedule.sequences:
-            self._idle_until_s = min(scheduler.wake_at_s, self._queue_timeouts.next_s, self._deadlines.next_s, self._next_reader_timeout_s)
-            assert not scheduler.has_work or scheduler.wake_at_s < math.inf, "requests in flight, yet nothing to run"
-            return ended
-        self._num_steps += 1
+            if not self._pipeline.num_steps:
+                self._idle_until_s = min(scheduler.wake_at_s, self._time_limits.next_s)
+                assert not scheduler.has_work or scheduler.wake_at_s < math.inf, "requests in flight, yet nothing to run"
+            return outputs
+        self._counts.num_steps += 1
         try:
-            pending = self._runner.dispatch(schedule)
-            dispatched_s = self._clock()
-            token_ids = pending.fetch()
-            fetched_s = self._clock()
+            self._pipeline.launch(schedule, began_s)
         except EngineDeadError:
             raise
         except Exception as error:
-            outputs = self._fail_step(schedule, error)
-        else:
-            self._num_failed_steps = 0
-            grown = scheduler.update(schedule, token_ids)
-            self._meter.tokens(grown, fetched_s)
-            outputs = [self._process(sequence) for sequence in grown]
-            self._meter.step(schedule, pending, total_s=self._clock() - start_s, wait_s=fetched_s - dispatched_s)
-        return ended + outputs if ended else outputs
+            while self._pipeline.num_steps:  # what was launched before has not failed
+                outputs += self.collect()
+            outputs += self._fail_step(schedule, error)
+        return outputs
+
+    def collect(self) -> list[RequestOutput]:
+        """Waits for the oldest step under way, and turns what it gave into outputs. Does nothing if there is none.
+
+        Returns:
+            At most one output a request.
+
+        Raises:
+            EngineDeadError: As ``step``.
+        """
+        if not self._pipeline.num_steps:
+            return []
+        try:
+            fetched = self._pipeline.fetch()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            failed, *others = self._pipeline.lose()  # the steps behind it ran on what it left
+            for schedule in others:
+                self._scheduler.lose(schedule)
+            return self._fail_step(failed, error)
+        self._num_failed_steps = 0
+        grown = self._scheduler.update(fetched.schedule, fetched.results)
+        self._meter.tokens(grown, fetched.fetched_s)
+        outputs = [self._process(sequence, result) for sequence, result in grown]
+        output_s = self._clock() - fetched.fetched_s
+        self._meter.step(fetched.schedule, fetched.step, total_s=fetched.total_s + output_s, wait_s=fetched.wait_s)
+        return outputs
 
     def on_idle(self) -> None:
         """For when nothing is in flight and all outputs are delivered: checks the books now and then (``engine.check_integrity``).
 
         If they do not add up, that is logged, and they are opened anew: no request needs them now, and the requests to come must not suffer.
         """
-        assert not self._generations
+        assert not self.has_work
         now_s = self._clock()
         if not self._config.engine.check_integrity or now_s - self._checked_s < _CHECK_INTERVAL_S:
             return
@@ -366,34 +435,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; taken from another thread its numbers may be a step apart."""
-        scheduler = self._scheduler
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + scheduler.num_swapped + scheduler.num_paused,
-            num_swapped=scheduler.num_swapped,
-            num_paused=scheduler.num_paused,
-            num_queued_tokens=scheduler.num_queued_tokens,
-            num_pages=scheduler.num_pages,
-            num_free_pages=scheduler.num_free_pages,
-            max_num_seqs=self._config.scheduler.max_num_seqs * self._runner.num_ranks,
-            num_requests=self._num_requests,
-            num_preemptions=scheduler.num_preemptions,
-            num_swap_outs=scheduler.num_swap_outs,
-            num_cached_pages=scheduler.num_cached_pages,
-            num_evicted_pages=scheduler.num_evicted_pages,
-            num_page_copies=scheduler.num_page_copies,
-            prefix_hit_tokens=scheduler.num_hit_tokens,
-            prefix_miss_tokens=scheduler.num_miss_tokens,
-            page_bytes=self._runner.page_bytes,
-            num_idle_pages=scheduler.num_idle_pages,
-            num_programs=self._runner.num_programs,
-            num_late_compiles=self._runner.num_late_compiles,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            finished={reason: self._finished[reason] for reason in get_args(FinishReason)},
-            refused={reason: self._refused[reason] for reason in get_args(RefusalReason)},
-        )
+        return self._counts.snapshot(self._scheduler, self._runner, self._config.scheduler.max_num_seqs * self._runner.num_ranks)
 
     def measurements(self) -> Measurements:
         """What has been measured since the start."""
@@ -412,7 +454,7 @@ class Engine:
         scheduler = self._scheduler
         scheduler.check_integrity()
         assert len(self._generations) == scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped + scheduler.num_paused
-        assert self._num_requests == len(self._generations) + self._finished.total()
+        assert self._counts.num_requests == len(self._generations) + self._counts.finished.total()
 
     def _namespace(self, options: RequestOptions) -> bytes:
         """All that changes the keys and values of the same tokens, and who may share them."""
@@ -421,15 +463,19 @@ class Engine:
         salt = "" if options.cache_salt is None else f"salt {options.cache_salt}"
         return make_namespace(model.source, model.revision or "", model.dtype, cache.dtype, tenant, salt)
 
-    def _process(self, sequence: Sequence) -> RequestOutput:
-        """Makes the output for a sequence that has one more token, and ends it if that was the last."""
-        self._num_generated_tokens += 1
-        token_id = sequence.token_ids[-1]
+    def _process(self, sequence: Sequence, result: SequenceResult) -> RequestOutput:
+        """Makes the output for a sequence that has more tokens, and ends it if one of them was the last; those behind it are as if they had not been."""
+        token_ids = result.token_ids
         try:
-            delta = self._generations[sequence.request.request_id].processor.push(token_id)
+            delta = self._generations[sequence.request.request_id].processor.push(token_ids)
         except Exception as error:  # whatever it is, it is this request's alone
+            self._counts.num_generated_tokens += len(token_ids)
             return self._emit_error(sequence, error)
-        return self._emit(sequence, (token_id,), delta)
+        if delta.num_tokens < len(token_ids):
+            self._scheduler.truncate(sequence, sequence.num_generated_tokens - len(token_ids) + delta.num_tokens)
+            token_ids = token_ids[: delta.num_tokens]
+        self._counts.num_generated_tokens += len(token_ids)
+        return self._emit(sequence, tuple(token_ids), delta)
 
     def _fail_step(self, schedule: Schedule, error: Exception) -> list[RequestOutput]:
         """Ends the requests of a failed step. The pool's content may be lost with it, so all others are computed anew."""
@@ -437,14 +483,16 @@ class Engine:
         self._num_failed_steps += 1
         if self._num_failed_steps == _MOST_FAILED_STEPS:
             raise EngineDeadError(f"{_MOST_FAILED_STEPS} steps in a row have failed, the last with {type(error).__name__}: {error}") from error
-        outputs = [self._emit_error(scheduled.sequence, error, logged=True) for scheduled in schedule.sequences]
+        self._scheduler.lose(schedule)
+        alive = [scheduled.sequence for scheduled in schedule.sequences if scheduled.sequence.status is not SequenceStatus.FINISHED]
+        outputs = [self._emit_error(sequence, error, logged=True) for sequence in alive]
         self._scheduler.forget_pools()
         return outputs
 
     def _emit_error(self, sequence: Sequence, error: Exception, *, logged: bool = False) -> RequestOutput:
         if not logged:
             logger.error("request %s failed", sequence.request.request_id, exc_info=error)
-        return self._emit(sequence, (), Delta("", "error"), f"{type(error).__name__}: {error}")
+        return self._emit(sequence, (), Delta("", "error"), to_data(error))
 
     def _schedule(self, now_s: float) -> Schedule:
         """The next step; and how fast the queue moved in the last one goes into the estimates of waiting times."""
@@ -457,39 +505,14 @@ class Engine:
         self._last_move = (now_s, num_queued_tokens - scheduler.num_queued_tokens) if num_queued_tokens and schedule.sequences else None
         return schedule
 
-    def _expire(self, now_s: float) -> list[RequestOutput]:
-        """Ends the requests whose time is up."""
-        outputs: list[RequestOutput] = []
-        for sequence in self._deadlines.take_due(now_s):
-            retry_after_s = self._retry_after_s() if sequence.num_cached_tokens is None else None
-            message = f"the request was not {'begun' if retry_after_s else 'finished'} within its deadline_ms of {sequence.request.options.deadline_ms}"
-            outputs.append(self._refuse(sequence, DeadlineExceededError(message, retry_after_s=retry_after_s), "deadline"))
-        for sequence in self._queue_timeouts.take_due(now_s):
-            if sequence.num_cached_tokens is None:
-                message = f"the request has waited for {now_s - sequence.request.arrival_s:.1f} s and has not begun (scheduler.queue_timeout_s)"
-                outputs.append(self._refuse(sequence, OverloadedError(message, retry_after_s=self._retry_after_s()), "queue_timeout"))
-        while self._next_reader_timeout_s <= now_s:
-            sequence, since_s = next(iter(self._paused.items()))
-            message = f"the client has not read its answer for {now_s - since_s:.1f} s, and has more waiting than is kept for it (engine.reader_timeout_s)"
-            outputs.append(self._refuse(sequence, ReaderTimeoutError(message), "reader_timeout"))
-        return outputs
-
-    @property
-    def _next_reader_timeout_s(self) -> float:
-        """When the request that has been paused for longest ends; infinity for never."""
-        timeout_s = self._config.engine.reader_timeout_s
-        return next(iter(self._paused.values())) + timeout_s if self._paused and timeout_s is not None else math.inf
-
     def _retry_after_s(self) -> float:
         return self._admission.retry_after_s(self._scheduler.num_queued_tokens)
 
     def _refuse(self, sequence: Sequence, error: JaxserveError, reason: RefusalReason) -> RequestOutput:
-        self._refused[reason] += 1
-        return self._emit(sequence, (), Delta("", "error"), str(error), error)
+        self._counts.refused[reason] += 1
+        return self._emit(sequence, (), Delta("", "error"), to_data(error))
 
-    def _emit(
-        self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: str | None = None, refusal: JaxserveError | None = None
-    ) -> RequestOutput:
+    def _emit(self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: ErrorData | None = None) -> RequestOutput:
         request_id = sequence.request.request_id
         degraded_max_tokens = self._generations[request_id].degraded_max_tokens
         times = None
@@ -499,10 +522,10 @@ class Engine:
             self._admission.leave(sequence, now_s)
             times = self._meter.finish(sequence, delta.finish_reason, now_s)
             del self._generations[request_id]
-            self._paused.pop(sequence, None)
+            self._time_limits.resume(sequence)
             if not self._generations:
                 self._last_move = None
-            self._finished[delta.finish_reason] += 1
+            self._counts.finished[delta.finish_reason] += 1
         return RequestOutput(
             request_id=request_id,
             token_ids=token_ids,
@@ -514,7 +537,6 @@ class Engine:
             ),
             error=error,
             times=times,
-            refusal=refusal,
             degraded_max_tokens=degraded_max_tokens,
         )
 

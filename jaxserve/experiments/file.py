@@ -19,7 +19,7 @@ from jaxserve.engine.programs.manifest import flatten, sections
 from jaxserve.errors import ConfigError
 from jaxserve.mesh_shape import MeshShape, parse_mesh
 from jaxserve.plan.request import Load
-from jaxserve.plan.target import Target, parse_target
+from jaxserve.plan.topology import Topology, parse_topology
 
 Mode = Literal["live", "plan", "both"]
 
@@ -55,7 +55,7 @@ class Cell:
     config: Config = dataclasses.field(default_factory=Config)
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     devices: int | None = None
-    target: Target | None = None
+    target: Topology | None = None
     load: Load | None = None
     workload: Workload | None = None
     files: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -249,10 +249,10 @@ def _checked_cell(given: Mapping[str, Any], folder: Path) -> Cell:
     )  # fmt: skip
 
 
-def _target(own: dict[str, Any], settings: dict[str, Any], mode: Mode) -> Target:
+def _target(own: dict[str, Any], settings: dict[str, Any], mode: Mode) -> Topology:
     if "target" not in own:
         raise ConfigError(f"mode is {mode}, which needs a target, such as v6e:2x4")
-    target = parse_target(own.pop("target"))
+    target = parse_topology(own.pop("target"))
     settings["target"] = str(target)
     return target
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.errors import CompileError, ConfigError
 from jaxserve.experiments.file import Cell, show
 from jaxserve.experiments.measure import Metrics
+from jaxserve.models.context_length import check_context_length
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.planner import LayoutPlan, Question, plan_layouts
 from jaxserve.plan.roofline import Prediction
@@ -30,8 +31,7 @@ def plan_cell(cell: Cell) -> tuple[Metrics, dict[str, float], dict[str, Any]]:
     assert cell.load is not None and cell.target is not None
     source = cell.config.model.source
     name, spec = open_spec(source)
-    if cell.load.context > spec.max_position:
-        raise ConfigError(f"load.context is {cell.load.context}; must be at most {spec.max_position}, the limit of {name}")
+    check_context_length(cell.load.context, spec, key="load.context", model=name)
     question = Question(source=source, name=name, spec=spec, config=cell.config, settings=_words(cell), load=cell.load)
     (plan,) = plan_layouts(question, [(cell.target, cell.mesh_on_target())])
     if plan.status == "refused":
@@ -40,7 +40,7 @@ def plan_cell(cell: Cell) -> tuple[Metrics, dict[str, float], dict[str, Any]]:
         raise CompileError(plan.reason)
     times = {f"compile_{step}_s": one.compile_s for step, one in plan.steps.items()}
     return _figures(plan), times, {
-        "target": str(plan.target), "planned_mesh": plan.mesh._asdict(), "planned_attention": plan.attention,
+        "target": str(plan.target), "planned_mesh": dict(plan.mesh), "planned_attention": plan.attention,
         "planned_programs_sha256": {step: one.program_sha256 for step, one in plan.steps.items()},
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.plan.planner import LayoutPlan, Question
 from jaxserve.plan.roofline import Split
-from jaxserve.plan.target import Target
+from jaxserve.plan.topology import Topology
 from jaxserve.plan.units import format_bytes
 
 _SPARE = 0.97
@@ -93,8 +93,8 @@ def _options(question: Question, nearest: LayoutPlan) -> list[str]:
     return options
 
 
-def _smallest_topology(question: Question, target: Target) -> Target | None:
-    sizes = sorted((Target(target.chip, topology) for topology in target.chip.topologies), key=lambda other: other.num_chips)
+def _smallest_topology(question: Question, target: Topology) -> Topology | None:
+    sizes = sorted((Topology(target.chip, topology) for topology in target.chip.topologies), key=lambda other: other.num_chips)
     for larger in (other for other in sizes if other.num_chips > target.num_chips):
         for mesh in larger.all_meshes():
             split = _try_split(question, larger, mesh)
@@ -103,7 +103,7 @@ def _smallest_topology(question: Question, target: Target) -> Target | None:
     return None
 
 
-def _try_split(question: Question, target: Target, mesh: MeshShape) -> Split | None:
+def _try_split(question: Question, target: Topology, mesh: MeshShape) -> Split | None:
     try:
         return question.split(target, mesh)
     except ConfigError:

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.plan.planner import LayoutPlan
 from jaxserve.plan.request import STEPS, StepKind
-from jaxserve.plan.target import parse_target
+from jaxserve.plan.topology import parse_topology
 
 Measured = Mapping[tuple[str, MeshShape, StepKind], float]
 """Milliseconds a step by target, mesh and kind."""
@@ -34,7 +34,7 @@ def read_measured(file: Path) -> Measured:
         try:
             row: dict[str, Any] = json.loads(line)
             mesh, step, milliseconds = MeshShape(**row["mesh"]), row["step"], float(row["step_ms"])
-            key = str(parse_target(row["target"])), mesh, cast(StepKind, step)
+            key = str(parse_topology(row["target"])), mesh, cast(StepKind, step)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{file}, line {number} must hold target, mesh, step and step_ms: {error}") from None
         if step not in STEPS or milliseconds <= 0:

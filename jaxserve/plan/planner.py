@@ -21,7 +21,7 @@ from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.spec import ModelSpec
 from jaxserve.plan.request import STEPS, LayoutRequest, Load, StepKind
 from jaxserve.plan.roofline import Prediction, Split, predict, step_work, with_batch
-from jaxserve.plan.target import Target
+from jaxserve.plan.topology import Topology
 from jaxserve.plan.traffic import Collective, Traffic
 
 MAX_PROCESSES = 2
@@ -84,7 +84,7 @@ class LayoutPlan:
         attention: Implementation that the steps use; empty where none compiled.
     """
 
-    target: Target
+    target: Topology
     mesh: MeshShape
     status: Status
     reason: str = ""
@@ -138,7 +138,7 @@ class Question:
     settings: tuple[str, ...]
     load: Load
 
-    def split(self, target: Target, mesh: MeshShape) -> Split:
+    def split(self, target: Topology, mesh: MeshShape) -> Split:
         """The model as one device holds it.
 
         Raises:
@@ -153,12 +153,12 @@ class Question:
     def pool_bytes(self, split: Split) -> int:
         """Of the pool that the load needs, on one device."""
         page_size = self.config.cache.page_size
-        slots = ceil_div(self.load.context, page_size) * page_size
-        return self.load.sequences(split.mesh.data) * slots * split.kv_token_bytes()
+        tokens = ceil_div(self.load.context, page_size) * page_size
+        return self.load.sequences(split.mesh.data) * tokens * split.kv_token_bytes()
 
 
 def plan_layouts(
-    question: Question, layouts: Sequence[tuple[Target, MeshShape]], *, progress: Callable[[str, int, int], None] | None = None
+    question: Question, layouts: Sequence[tuple[Topology, MeshShape]], *, progress: Callable[[str, int, int], None] | None = None
 ) -> list[LayoutPlan]:
     """Compiles every layout and predicts its steps.
 
@@ -166,7 +166,7 @@ def plan_layouts(
 
     Args:
         question: What is planned.
-        layouts: Target and mesh of each; the order of the result.
+        layouts: Topology and mesh of each; the order of the result.
         progress: Told how many steps are done, of how many.
 
     Raises:
@@ -212,7 +212,7 @@ def plan_layouts(
     return [plans[index] for index in range(len(layouts))]
 
 
-def _compile(question: Question, target: Target, mesh: MeshShape, step: StepKind) -> dict[str, Any]:
+def _compile(question: Question, target: Topology, mesh: MeshShape, step: StepKind) -> dict[str, Any]:
     """All that the process of one step printed, as one mapping."""
     request = LayoutRequest(source=question.source, settings=question.settings, target=str(target), mesh=mesh, load=question.load, step=step)
     merged: dict[str, Any] = {}
@@ -222,7 +222,7 @@ def _compile(question: Question, target: Target, mesh: MeshShape, step: StepKind
     return merged
 
 
-def _join(question: Question, target: Target, split: Split, rows: Mapping[StepKind, dict[str, Any]]) -> LayoutPlan:
+def _join(question: Question, target: Topology, split: Split, rows: Mapping[StepKind, dict[str, Any]]) -> LayoutPlan:
     """One layout's plan from what its compiles printed."""
     steps: dict[StepKind, StepPlan] = {}
     arrays: dict[str, int] = {"weights": sum(split.parameter_bytes().values()), "kv": question.pool_bytes(split)}
@@ -272,7 +272,7 @@ def _room(question: Question, plan: LayoutPlan, split: Split) -> Room:
     return Room(tokens=int(pool_bytes / token_bytes) * ranks, sequences=full.batch, predicted=_predict(question, plan.target, split, work))
 
 
-def _predict(question: Question, target: Target, split: Split, work: Any) -> Prediction:
+def _predict(question: Question, target: Topology, split: Split, work: Any) -> Prediction:
     return predict(work, target.chip, num_chips=target.chips_of(split.mesh), dtype=question.config.model.dtype)
 
 

@@ -92,7 +92,7 @@ def _layout_json(plan: LayoutPlan, purposes: list[str], measured: Measured) -> d
     room = plan.room
     return {
         "target": str(plan.target),
-        "mesh": plan.mesh._asdict(),
+        "mesh": dict(plan.mesh),
         "fits": plan.fits,
         "status": plan.status,
         "reason": plan.reason,

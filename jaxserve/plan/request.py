@@ -48,12 +48,12 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutRequest:
-    """One step of one layout of one target.
+    """One step of one layout on one topology.
 
     Args:
         source: MODEL, as the user wrote it.
         settings: ``section.key=value`` words: dtypes, page size, sharding rules.
-        target: As ``target.parse_target`` reads it.
+        target: The topology to compile for, as ``topology.parse_topology`` reads it.
         mesh: The layout.
         load: What runs at once.
         step: Which step to compile.
@@ -67,10 +67,10 @@ class LayoutRequest:
     step: StepKind
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(vars(self) | {"mesh": dict(self.mesh), "load": vars(self.load)})
 
     @classmethod
     def from_json(cls, text: str) -> LayoutRequest:
         fields: dict[str, Any] = json.loads(text)
-        parsed: dict[str, Any] = {"settings": tuple(fields["settings"]), "mesh": MeshShape(*fields["mesh"]), "load": Load(**fields["load"])}
+        parsed: dict[str, Any] = {"settings": tuple(fields["settings"]), "mesh": MeshShape(**fields["mesh"]), "load": Load(**fields["load"])}
         return cls(**(fields | parsed))

@@ -12,11 +12,13 @@ from typing import Literal
 
 from jaxserve.config import ShardingConfig
 from jaxserve.kernels_pallas.chips import Chip, Links
-from jaxserve.mesh_shape import MODEL, MeshShape
+from jaxserve.mesh_axes import MODEL
+from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.params import param_specs
 from jaxserve.models.spec import ModelSpec
 from jaxserve.plan.request import Load, StepKind
 from jaxserve.plan.traffic import Collective
+from jaxserve.sharding_rules import ShardingRules
 
 Binding = Literal["weights", "weight copies", "keys and values", "activations", "arithmetic", "links"]
 
@@ -41,12 +43,7 @@ class Split:
 
     def parts(self, logical: str | None) -> int:
         """Into how many parts a logical axis is split."""
-        axes = (getattr(self.rules, logical) or ()) if logical else ()
-        sizes = self.mesh._asdict()
-        count = 1
-        for axis in axes:
-            count *= sizes[axis]
-        return count
+        return ShardingRules(self.rules, self.mesh).num_parts(logical)
 
     def parameter_bytes(self) -> dict[str, int]:
         """Bytes of each parameter on one device, all layers together."""
@@ -69,7 +66,7 @@ class Split:
         return sum(context if layer.window is None else min(context, layer.window) for layer in self.spec.layers)
 
     def model_parts(self, logical: str) -> int:
-        return self.mesh.model if MODEL in (getattr(self.rules, logical) or ()) else 1
+        return ShardingRules(self.rules, self.mesh).parts_over(logical, MODEL)
 
     def _parameter_counts(self, *, over_data: bool) -> dict[str, int]:
         counts: dict[str, int] = {}

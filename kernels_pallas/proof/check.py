@@ -1,4 +1,4 @@
-"""The proof harness: numerics in both interpreters and real compiles, a cell for each implementation, shape and check. ``jaxserve kernels check``."""
+"""The proof harness of all ops: numerics in both interpreters and real compiles, a cell for each check. ``jaxserve kernels check``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from jaxserve.child_process import rows_of
 from jaxserve.kernels_pallas.proof import targets
+from jaxserve.kernels_pallas.proof.op import OpProof
 
-OPS = ("ragged_paged_attention",)
-"""Every op."""
-
-QUICK_CHECKED = ("decode_only", "mixed", "window_skips_pages", "page_8_bf16", "int8_scaled")
-"""Cases that a quick run checks for races."""
+Op = OpProof[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,21 +52,20 @@ class Cell:
     pool_copies: int | None = None
 
 
-def numerics_cells(implementations: Sequence[str] | None = None) -> Iterator[Cell]:
-    """Every implementation on every shared case, and what is refused, in a process of its own."""
-    names = [] if implementations is None else list(implementations)
-    for row, failure in rows_of("jaxserve.kernels_pallas.proof.numerics", names, _cpu_environment(), time_limit_s=900):
+def numerics_cells(op: Op, implementations: Sequence[str] = ()) -> Iterator[Cell]:
+    """These implementations, all without names, on every case, and what is refused, in a process of its own."""
+    for row, failure in rows_of("jaxserve.kernels_pallas.proof.numerics", [op.name, *implementations], _cpu_environment(), time_limit_s=900):
         if row is None:
-            yield Cell(op=OPS[0], implementation="all", shape="", check="numerics", held=False, detail=failure)
+            yield Cell(op=op.name, implementation="all", shape="", check="numerics", held=False, detail=failure)
         else:
             fields: dict[str, Any] = {"check": "numerics"} | row
-            yield Cell(op=OPS[0], **fields)
+            yield Cell(op=op.name, **fields)
 
 
-def race_cells(cases: Sequence[str] = ()) -> Iterator[Cell]:
-    """The TPU kernels on the small cases in the checking interpreter, in a process of its own."""
-    for row, failure in rows_of("jaxserve.kernels_pallas.proof.checked", list(cases), _cpu_environment(), time_limit_s=600):
-        common: dict[str, Any] = {"op": OPS[0], "implementation": "pallas_tpu", "check": "races"}
+def race_cells(op: Op, cases: Sequence[str] = ()) -> Iterator[Cell]:
+    """The op's TPU kernels on small cases, all without names, in the checking interpreter, in a process of its own."""
+    for row, failure in rows_of("jaxserve.kernels_pallas.proof.checked", [op.name, *cases], _cpu_environment(), time_limit_s=600):
+        common: dict[str, Any] = {"op": op.name, "implementation": op.checked_implementation, "check": "races"}
         if row is None:
             yield Cell(**common, shape="", held=False, detail=failure)
         else:
@@ -77,17 +74,15 @@ def race_cells(cases: Sequence[str] = ()) -> Iterator[Cell]:
             )  # fmt: skip
 
 
-def compile_cells(target: str, combinations: str) -> Iterator[Cell]:
-    """Real compiles for one target, in a process of its own. Compilers that are not installed are one cell that did not hold."""
-    common: dict[str, Any] = {
-        "op": OPS[0], "implementation": "pallas_tpu" if target in targets.TPU_TOPOLOGIES else "pallas_gpu", "check": "compile", "target": target,
-    }  # fmt: skip
+def compile_cells(op: Op, target: str, combinations: str) -> Iterator[Cell]:
+    """Real compiles of a set of combinations for one target, in a process of its own. Compilers that are not installed are one cell that did not hold."""
+    common: dict[str, Any] = {"op": op.name, "implementation": op.compiled_implementation(target), "check": "compile", "target": target}
     absent = targets.missing(target)
     if absent is not None:
         yield Cell(**common, shape=combinations, held=False, detail=absent)
         return
     module = "jaxserve.kernels_pallas.proof.compile_check"
-    for row, failure in rows_of(module, [target, combinations], targets.environment(target), time_limit_s=900):
+    for row, failure in rows_of(module, [op.name, target, combinations], targets.environment(target), time_limit_s=900):
         if row is None:
             yield Cell(**common, shape="", held=False, detail=failure)
         elif "error" in row:
@@ -100,17 +95,19 @@ def compile_cells(target: str, combinations: str) -> Iterator[Cell]:
             )  # fmt: skip
 
 
-def run(*, chosen_targets: Sequence[str], quick: bool) -> Iterator[Cell]:
+def run(*, ops: Sequence[Op], chosen_targets: Sequence[str], quick: bool) -> Iterator[Cell]:
     """All checks, two processes at a time; cells come as they are done.
 
     Args:
+        ops: What to check.
         chosen_targets: Targets to compile for; empty compiles for none.
         quick: A part of each kind, for continuous integration.
     """
-    jobs: list[Callable[[], Iterator[Cell]]] = [lambda: numerics_cells(("pallas_gpu",) if quick else None), lambda: race_cells(QUICK_CHECKED if quick else ())]
-    for target in chosen_targets:
-        combinations = "quick" if quick else "all"
-        jobs.append(lambda target=target, combinations=combinations: compile_cells(target, combinations))
+    jobs: list[Callable[[], Iterator[Cell]]] = []
+    for op in ops:
+        jobs.append(partial(numerics_cells, op, op.quick_implementations if quick else ()))
+        jobs.append(partial(race_cells, op, op.quick_checked_cases if quick else ()))
+        jobs += [partial(compile_cells, op, target, "quick" if quick else "all") for target in chosen_targets]
     done: queue.Queue[Cell | None] = queue.Queue()
 
     def work(job: Callable[[], Iterator[Cell]]) -> None:
@@ -139,10 +136,11 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"cells": [dataclasses.asdict(cell) for cell in cells], "held": held, "failed": len(cells) - held}
 
 
-def report(*, chosen_targets: Sequence[str] | None = None, quick: bool = False, as_json: bool = False) -> int:
-    """Checks and prints a table as it goes, and with ``as_json`` one JSON object as its last line.
+def report(*, ops: Sequence[Op], chosen_targets: Sequence[str] | None = None, quick: bool = False, as_json: bool = False) -> int:
+    """Checks and prints a table as it goes, and with ``as_json`` one JSON object as its last line. With several ops each line begins with its op.
 
     Args:
+        ops: What to check.
         chosen_targets: Chips to compile for; ``None`` takes all whose compilers are installed.
         quick: A part of each kind of check.
         as_json: Whether a program reads the last line.
@@ -156,10 +154,11 @@ def report(*, chosen_targets: Sequence[str] | None = None, quick: bool = False, 
         chosen_targets = [target for target in targets.TARGETS if target not in left_out]
     cells: list[Cell] = []
     started = time.monotonic()
-    print(_HEADER)
-    for cell in run(chosen_targets=chosen_targets, quick=quick):
+    op_width = max(len(op.name) + 1 for op in ops) if len(ops) > 1 else 0
+    print(f"{'op' if op_width else '':{op_width}}{_HEADER}")
+    for cell in run(ops=ops, chosen_targets=chosen_targets, quick=quick):
         cells.append(cell)
-        print(_line(cell), flush=True)
+        print(f"{cell.op if op_width else '':{op_width}}{_line(cell)}", flush=True)
     totals = summary(cells)
     for target, reason in left_out.items():
         print(f"not compiled for {target}: {reason}")

@@ -59,17 +59,15 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), tree)
 
 
-def compile_report(function: Callable[..., Any], arguments: tuple[Any, ...], pool: Any, donate: tuple[int, ...]) -> CompileReport:
-    """Lowers and compiles ``function`` for the device that ``arguments`` are on.
+def compile_report(lower: Callable[[], jax.stages.Lowered], pool: Any) -> CompileReport:
+    """Lowers and compiles a program, and says what came out.
 
     Args:
-        function: Traced inside :func:`device_of`.
-        arguments: Abstract arrays that carry shardings.
-        pool: The KV pool among them.
-        donate: Positions of donated arguments.
+        lower: Traces and lowers it for the device that its abstract arguments are on; called once, inside :func:`device_of`.
+        pool: The KV pool among the arguments.
     """
     start = time.perf_counter()
-    compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+    compiled = lower().compile()
     seconds = time.perf_counter() - start
     memory, program = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and program is not None

@@ -207,7 +207,7 @@ def _check_arrays(
         "context_lens_B": (batch.context_lens_B, (B,), jnp.int32),
         "query_starts_B1": (batch.query_starts_B1, (B + 1,), jnp.int32),
         "page_table_BM": (batch.page_table_BM, (B, problem.table_width), jnp.int32),
-        "slots_T": (batch.slots_T, (T,), jnp.int32),
+        "entries_T": (batch.entries_T, (T,), jnp.int32),
         "positions_T": (batch.positions_T, (T,), jnp.int32),
         "counts_2": (batch.counts_2, (2,), jnp.int32),
     }
@@ -242,7 +242,7 @@ def _check_batch_values(batch: RaggedBatch, problem: Problem) -> None:
     """Faults that only values show, where the arrays are concrete."""
     if any(isinstance(array, Tracer) for array in batch):
         return
-    context_lens, starts, table, slots, positions, (num_decodes, num_rows) = (np.asarray(array) for array in batch)
+    context_lens, starts, table, entries, positions, (num_decodes, num_rows) = (np.asarray(array) for array in batch)
     if not 0 <= num_decodes <= num_rows <= problem.num_rows:
         raise ValueError(f"counts_2 is [{num_decodes}, {num_rows}]; allowed are 0 <= num_decodes <= num_seqs <= {problem.num_rows}")
     query_lens = np.diff(starts)
@@ -265,11 +265,11 @@ def _check_batch_values(batch: RaggedBatch, problem: Problem) -> None:
         page_size = problem.pool.page_size
         for name, given, implied in (
             ("positions_T", positions[own], position),
-            ("slots_T", slots[own], pages[position // page_size] * page_size + position % page_size),
+            ("entries_T", entries[own], pages[position // page_size] * page_size + position % page_size),
         ):
             if (given != implied).any():
                 token = int(np.argmax(given != implied))
                 raise ValueError(f"{name} is {given[token]} for new token {token} of row {row}; its context length and page table imply {implied[token]}")
-    padding, limit = slots[starts[num_rows] :], problem.pool.num_pages * problem.pool.page_size
+    padding, limit = entries[starts[num_rows] :], problem.pool.num_pages * problem.pool.page_size
     if (padding < limit).any():
-        raise ValueError(f"slots_T is {padding.min()} for a token that no row has; allowed are {limit} and up, which are dropped")
+        raise ValueError(f"entries_T is {padding.min()} for a token that no row has; allowed are {limit} and up, which are dropped")

@@ -33,7 +33,8 @@ class RaggedBatch(NamedTuple):
         context_lens_B: Tokens of the row in the pool *after* this step, its new ones included; 0 for an empty row.
         query_starts_B1: ``[B+1]`` Packed index of each row's first new token; row b owns ``query_starts[b]:query_starts[b+1]``.
         page_table_BM: Page ids (of one layer, in ``[0, P)``) of each row in order of position. Entries past the context may hold anything in range.
-        slots_T: Where each token's key and value go: ``page_id * Z + offset`` in one layer, or ``>= P * Z`` for padding, which is dropped.
+        entries_T: Where each token's key and value go, as the number of an entry of one layer: ``page_id * Z + offset``, or ``>= P * Z`` for padding,
+            which is dropped. An entry is the room in a page for one token.
         positions_T: Position of each token in its sequence; 0 for padding.
         counts_2: ``[num_decodes, num_seqs]``.
     """
@@ -41,7 +42,7 @@ class RaggedBatch(NamedTuple):
     context_lens_B: Int32[Array, "B"]
     query_starts_B1: Int32[Array, "B1"]
     page_table_BM: Int32[Array, "B M"]
-    slots_T: Int32[Array, "T"]
+    entries_T: Int32[Array, "T"]
     positions_T: Int32[Array, "T"]
     counts_2: Int32[Array, "2"]
 

@@ -49,7 +49,7 @@ class _Keys(NamedTuple):
     k_ref: Any
     v_ref: Any
     table_ref: Any
-    first_slot: Array
+    first_entry: Array
     row: Array
     head: Array
     problem: Problem
@@ -59,12 +59,12 @@ class _Keys(NamedTuple):
         pool = self.problem.pool
         valid_S = position_S < end
         pages_S = plt.load(self.table_ref.at[self.row, position_S // pool.page_size], mask=valid_S, other=0)
-        slots_S = self.first_slot + pages_S * pool.page_size + position_S % pool.page_size
+        entries_S = self.first_entry + pages_S * pool.page_size + position_S % pool.page_size
         lane_H = jnp.arange(power_of_two(pool.head_dim))
         mask = valid_S[:, None] & (lane_H < pool.head_dim)[None, :]
 
         def load(ref: Any) -> Array:
-            return _decode(plt.load(ref.at[slots_S[:, None], self.head, lane_H[None, :]], mask=mask, other=0), self.problem)
+            return _decode(plt.load(ref.at[entries_S[:, None], self.head, lane_H[None, :]], mask=mask, other=0), self.problem)
 
         return load(self.k_ref), load(self.v_ref)
 
@@ -126,7 +126,7 @@ def decode(
         q_TNH: Queries; row b's is token b.
         k: ``[L*P*Z, K, H]``.
         v: The same.
-        scalars_4: First slot of the layer, window, number of decodes, number of rows.
+        scalars_4: First entry of the layer, window, number of decodes, number of rows.
         context_lens_B: Of each row.
         table_BM: Pages of each row.
         scales_2K: For each key head, the factor of its products and of its output.
@@ -213,7 +213,7 @@ def prefill(
         q_TNH: Queries.
         k: ``[L*P*Z, K, H]``.
         v: The same.
-        scalars_4: First slot of the layer, window, number of decodes, number of rows.
+        scalars_4: First entry of the layer, window, number of decodes, number of rows.
         context_lens_B: Of each row.
         query_starts_B1: Of the batch.
         table_BM: Pages of each row.

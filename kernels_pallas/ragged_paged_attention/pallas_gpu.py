@@ -55,8 +55,8 @@ def make_implementation(*, interpret: bool | None = None, tiles: Tiles | None = 
 
 def init_pool(shape: PoolShape) -> KVPool:
     """``[L*P*Z, K, H]`` each for keys and values. float8 is stored as uint8: Triton for chips before 9.0 has no such type, and jax 0.10 aborts on it."""
-    slots = shape.num_layers * shape.num_pages * shape.page_size
-    array = abstract_array((slots, shape.num_kv_heads, shape.head_dim), byte_dtype(shape.dtype))
+    entries = shape.num_layers * shape.num_pages * shape.page_size
+    array = abstract_array((entries, shape.num_kv_heads, shape.head_dim), byte_dtype(shape.dtype))
     return KVPool(array, array)
 
 
@@ -69,7 +69,7 @@ def refusal(problem: Problem) -> str | None:
     if jnp.dtype(pool.dtype).itemsize == 1 and 2**31 < elements <= 2**32:
         return f"an array of {elements} one-byte keys: Pallas Triton counts elements in 32 bits up to 4 GiB and overflows; take at most 2 GiB or more than 4"
     if pool.num_layers * pool.num_pages * pool.page_size >= 2**31:
-        return f"{pool.num_layers * pool.num_pages * pool.page_size} slots; slot numbers have 31 bits"
+        return f"{pool.num_layers * pool.num_pages * pool.page_size} entries; entry numbers have 31 bits"
     if problem.target.platform == "tpu":
         return "it needs an NVIDIA GPU"
     return None
@@ -88,13 +88,13 @@ def _attend(
     tiles = tiles or choose_tiles(problem)
     interpret = problem.target.platform != "gpu" if interpret is None else interpret
     shape, T, B = problem.pool, problem.num_tokens, problem.num_rows
-    slots_per_layer = shape.num_pages * shape.page_size
-    first_slot = jnp.asarray(layer * slots_per_layer, jnp.int32)
+    entries_per_layer = shape.num_pages * shape.page_size
+    first_entry = jnp.asarray(layer * entries_per_layer, jnp.int32)
     ones_K = jnp.ones(shape.num_kv_heads, jnp.float32)
     scales_2K = jnp.stack([ones_K * scale, ones_K]) * (jnp.stack(kv_scales) if kv_scales else 1.0)
-    scalars_4 = jnp.stack([first_slot, *(jnp.asarray(x, jnp.int32) for x in (window, batch.counts_2[0], batch.counts_2[1]))])
+    scalars_4 = jnp.stack([first_entry, *(jnp.asarray(x, jnp.int32) for x in (window, batch.counts_2[0], batch.counts_2[1]))])
     sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
-    k, v = _write(k_TKH, v_TKH, pool, batch, shape, first_slot, kv_scales)
+    k, v = _write(k_TKH, v_TKH, pool, batch, shape, first_entry, kv_scales)
     parts = decode(
         q_TNH, k, v, scalars_4, batch.context_lens_B, batch.page_table_BM, scales_2K,
         problem=problem, tiles=tiles, soft_cap=soft_cap, interpret=interpret,
@@ -111,15 +111,15 @@ def _attend(
 
 
 def _write(
-    k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, shape: PoolShape, first_slot: Array, kv_scales: KVScales | None
+    k_TKH: Array, v_TKH: Array, pool: KVPool, batch: RaggedBatch, shape: PoolShape, first_entry: Array, kv_scales: KVScales | None
 ) -> tuple[Array, Array]:
     """One scatter of rows each, in place: blocks of a GPU kernel run in any order, so a kernel that also reads could not write first."""
     limit = shape.num_pages * shape.page_size
-    slots_T = jnp.where(batch.slots_T < limit, batch.slots_T + first_slot, jnp.iinfo(jnp.int32).max)
+    entries_T = jnp.where(batch.entries_T < limit, batch.entries_T + first_entry, jnp.iinfo(jnp.int32).max)
 
     def write(array: Array, new_TKH: Array, scale_K: Array | None) -> Array:
         rows = lax.bitcast_convert_type(quantise(new_TKH, scale_K, shape.dtype), array.dtype)
-        return array.at[slots_T].set(rows, mode="drop")
+        return array.at[entries_T].set(rows, mode="drop")
 
     assert pool.v is not None
     return write(pool.k, k_TKH, kv_scales and kv_scales.k_K), write(pool.v, v_TKH, kv_scales and kv_scales.v_K)

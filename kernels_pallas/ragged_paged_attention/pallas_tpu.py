@@ -59,7 +59,7 @@ def refusal(problem: Problem) -> str | None:
 
 def _prepare(batch: RaggedBatch, problem: Problem, *, tiles: Tiles | None) -> Work:
     tiles = tiles or choose_tiles(problem)
-    windows = plan_windows(batch.slots_T, problem.num_rows, problem.pool.num_pages * problem.pool.page_size)
+    windows = plan_windows(batch.entries_T, problem.num_rows, problem.pool.num_pages * problem.pool.page_size)
     items = None if problem.decode_only else plan_prefill(batch, problem.num_tokens, tiles.query_block)
     live_T = jnp.arange(problem.num_tokens) < batch.query_starts_B1[batch.counts_2[1]]
     return Work(windows, items, live_T, jnp.diff(batch.query_starts_B1))

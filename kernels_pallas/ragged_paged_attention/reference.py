@@ -56,11 +56,11 @@ def attend(
     """One token at a time, in float32: ``softmax(cap(scale * q @ k.T)) @ v`` over the whole page-table row, masked."""
     shape, G = problem.pool, problem.group_size
     K, H, Z = shape.num_kv_heads, shape.head_dim, shape.page_size
-    slots_per_layer = shape.num_pages * Z
-    slots = jnp.where(batch.slots_T < slots_per_layer, batch.slots_T + layer * slots_per_layer, jnp.iinfo(jnp.int32).max)
+    entries_per_layer = shape.num_pages * Z
+    entries = jnp.where(batch.entries_T < entries_per_layer, batch.entries_T + layer * entries_per_layer, jnp.iinfo(jnp.int32).max)
 
     def write(array: Array, new: Array, head_scales: Array | None) -> Array:
-        return array.reshape(-1, K, H).at[slots].set(quantise(new, head_scales, array.dtype), mode="drop").reshape(array.shape)
+        return array.reshape(-1, K, H).at[entries].set(quantise(new, head_scales, array.dtype), mode="drop").reshape(array.shape)
 
     assert pool.v is not None
     arrays = write(pool.k, k_TKH, kv_scales and kv_scales.k_K), write(pool.v, v_TKH, kv_scales and kv_scales.v_K)
@@ -73,7 +73,7 @@ def attend(
         if kv_scales is not None:
             k_SKH, v_SKH = k_SKH * kv_scales.k_K[:, None], v_SKH * kv_scales.v_K[:, None]
         visible_S = (keys <= position) & (keys > position - window)
-        v_SKH = jnp.where(visible_S[:, None, None], v_SKH, 0)  # Slots that nobody wrote may hold NaN.
+        v_SKH = jnp.where(visible_S[:, None, None], v_SKH, 0)  # Entries that nobody wrote may hold NaN.
         q_KGH = q_NH.astype(jnp.float32).reshape(K, G, H)
         logits_KGS = jnp.einsum("kgh,skh->kgs", q_KGH, k_SKH, precision=lax.Precision.HIGHEST) * scale
         if soft_cap is not None:

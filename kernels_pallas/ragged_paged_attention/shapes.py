@@ -112,7 +112,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, *, seed: int = 0, garbage: float = np.nan) -> Inputs:
-    """Seeded inputs. Pages are scattered at random; slots that no row owns, and those after a row's context, hold ``garbage`` (the largest value in int8)."""
+    """Seeded inputs. Pages are scattered at random; entries that no row owns, and those after a row's context, hold ``garbage`` (the largest value in int8)."""
     rng = np.random.default_rng(seed)
     shape, (N, K), Z, H = case.pool_shape(), case.heads, case.page_size, case.head_dim
     T, B = case.num_tokens, case.num_rows
@@ -129,7 +129,7 @@ def make_inputs(case: Case, *, seed: int = 0, garbage: float = np.nan) -> Inputs
             q = np.asarray(q.astype(np.float32) / 20, q_dtype)
     order = iter(rng.permutation(shape.num_pages))
     table = rng.integers(0, shape.num_pages, (B, case.problem(Target("cpu", "")).table_width)).astype(np.int32)
-    slots = np.full(T, shape.num_pages * Z, np.int32)
+    entries = np.full(T, shape.num_pages * Z, np.int32)
     positions = np.zeros(T, np.int32)
     owned = np.zeros((shape.num_pages, Z), bool)
     token = 0
@@ -139,7 +139,7 @@ def make_inputs(case: Case, *, seed: int = 0, garbage: float = np.nan) -> Inputs
         where = np.arange(length)
         owned[pages[where[: length - new] // Z], where[: length - new] % Z] = True
         positions[token : token + new] = where[length - new :]
-        slots[token : token + new] = pages[where[length - new :] // Z] * Z + where[length - new :] % Z
+        entries[token : token + new] = pages[where[length - new :] // Z] * Z + where[length - new :] % Z
         token += new
 
     def old(head_scales: Any) -> Any:
@@ -154,7 +154,7 @@ def make_inputs(case: Case, *, seed: int = 0, garbage: float = np.nan) -> Inputs
         "context_lens_B": np.array([*case.contexts, *[0] * (B - len(case.contexts))], np.int32),
         "query_starts_B1": np.concatenate([[0], np.cumsum([*case.queries, *[0] * (B - len(case.queries))])]).astype(np.int32),
         "page_table_BM": table,
-        "slots_T": slots,
+        "entries_T": entries,
         "positions_T": positions,
         "counts_2": np.array([next((i for i, n in enumerate(case.queries) if n != 1), len(case.queries)), len(case.queries)], np.int32),
     }

@@ -33,8 +33,8 @@ class PageReader:
 
     Args:
         pool_ref: ``[L*P, K, Z, W]`` in HBM.
-        buffer: ``[2, block_pages, K, Z, W]`` in VMEM.
-        semaphores: One DMA semaphore a buffer.
+        buffer: ``[2, block_pages, K, Z, W]`` in VMEM: two sides, one copied to while the other is read.
+        semaphores: One DMA semaphore a side.
         layer_page: First page of the layer in the pool.
     """
 
@@ -47,16 +47,16 @@ class PageReader:
         """Blocks of a span."""
         return lax.div(pages.num_pages + self.block_pages - 1, self.block_pages)
 
-    def start(self, table_ref: Any, pages: Span, block: Array, slot: Array) -> None:
+    def start(self, table_ref: Any, pages: Span, block: Array, side: Array) -> None:
         """Starts copying a block; ``table_ref`` is the row's page table, ``[1, M]`` in SMEM."""
-        self._each_page(table_ref, pages, block, slot, lambda copy: copy.start())
+        self._each_page(table_ref, pages, block, side, lambda copy: copy.start())
 
-    def wait(self, table_ref: Any, pages: Span, block: Array, slot: Array) -> None:
+    def wait(self, table_ref: Any, pages: Span, block: Array, side: Array) -> None:
         """Waits for a block, then clears what must not reach a product: rows past the context, and pages that were not copied.
 
         They may hold NaN, another sequence's or nobody's, and zero times NaN is NaN.
         """
-        self._each_page(table_ref, pages, block, slot, lambda copy: copy.wait())
+        self._each_page(table_ref, pages, block, side, lambda copy: copy.wait())
         count = self._count(pages, block)
 
         @pl.when(block == self.num_blocks(pages) - 1)
@@ -65,7 +65,7 @@ class PageReader:
 
             def clear(page: Array, _: None) -> None:
                 for head in range(self.buffer.shape[2]):
-                    self.buffer[slot, page, head] = zeros
+                    self.buffer[side, page, head] = zeros
 
             lax.fori_loop(count, self.block_pages, clear, None)
             last = count - 1
@@ -76,15 +76,15 @@ class PageReader:
                 row = lax.broadcasted_iota(jnp.int32, self.buffer.shape[3:], 0)
 
                 def mask(head: Array, _: None) -> None:
-                    old = self.buffer[slot, last, head]
+                    old = self.buffer[side, last, head]
                     wide = old.astype(jnp.int32 if jnp.issubdtype(old.dtype, jnp.integer) else jnp.float32)
-                    self.buffer[slot, last, head] = jnp.where(row < valid, wide, 0).astype(old.dtype)
+                    self.buffer[side, last, head] = jnp.where(row < valid, wide, 0).astype(old.dtype)
 
                 lax.fori_loop(0, self.buffer.shape[2], mask, None)
 
-    def keys_and_values(self, slot: Array, head: Array, dtype: Any) -> Array:
+    def keys_and_values(self, side: Array, head: Array, dtype: Any) -> Array:
         """One head's rows of a block, ``[block_pages * Z, W]``."""
-        rows = self.buffer[slot, :, head]
+        rows = self.buffer[side, :, head]
         packing = 4 // rows.dtype.itemsize
         if self.page_size % (8 * packing):  # Merging pages is free only where a page is a whole number of registers.
             rows = rows.astype(jnp.float32)
@@ -97,12 +97,12 @@ class PageReader:
     def _count(self, pages: Span, block: Array) -> Array:
         return jnp.minimum(pages.num_pages - block * self.block_pages, self.block_pages)
 
-    def _each_page(self, table_ref: Any, pages: Span, block: Array, slot: Array, act: Callable[[Any], None]) -> None:
+    def _each_page(self, table_ref: Any, pages: Span, block: Array, side: Array, act: Callable[[Any], None]) -> None:
         first = pages.first_page + block * self.block_pages
 
         def one(index: Array, _: None) -> None:
             page = self.layer_page + table_ref[0, first + index]
-            act(pltpu.make_async_copy(self.pool_ref.at[page], self.buffer.at[slot, index], self.semaphores.at[slot]))
+            act(pltpu.make_async_copy(self.pool_ref.at[page], self.buffer.at[side, index], self.semaphores.at[side]))
 
         lax.fori_loop(0, self._count(pages, block), one, None)
 

@@ -119,7 +119,7 @@ def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int, 
     windows, refs = Windows(*refs[:5]), refs[5:]
     table, next_table, scales, q_ref, new_ref, _, *refs = refs
     sinks_ref = refs.pop(0) if has_sinks else None
-    o_ref, pool_ref, buffer, semaphores, slot_ref, *refs = refs
+    o_ref, pool_ref, buffer, semaphores, side_ref, *refs = refs
     accumulators, write_buffers = Accumulators(*refs[:3]), refs[3:]
     row, window, num_decodes, num_heads = pl.program_id(0), scalars[1], scalars[2], q_ref.shape[1]
     reader = PageReader(pool_ref, buffer, semaphores, scalars[0])
@@ -134,7 +134,7 @@ def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int, 
 
         @pl.when(num_decodes > 0)
         def _() -> None:
-            slot_ref[0] = 0
+            side_ref[0] = 0
             reader.start(table, pages_of(jnp.int32(0)), jnp.int32(0), jnp.int32(0))
 
     @pl.when(row < num_decodes)
@@ -144,27 +144,27 @@ def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int, 
         for_heads(num_heads, 1, lambda head: start_softmax(accumulators, head, None if sinks_ref is None else sinks_ref[head]))
 
         def step(block: Array, _: None) -> None:
-            slot = slot_ref[0]
+            side = side_ref[0]
 
             @pl.when(block + 1 < num_blocks)
             def _() -> None:
-                reader.start(table, pages, block + 1, 1 - slot)
+                reader.start(table, pages, block + 1, 1 - side)
 
             @pl.when((block + 1 == num_blocks) & (row + 1 < num_decodes))
             def _() -> None:
-                reader.start(next_table, pages_of(row + 1), jnp.int32(0), 1 - slot)
+                reader.start(next_table, pages_of(row + 1), jnp.int32(0), 1 - side)
 
-            reader.wait(table, pages, block, slot)
+            reader.wait(table, pages, block, side)
             keys = reader.block_pages * reader.page_size
             position = reader.first_key(pages, block) + lax.broadcasted_iota(jnp.int32, (1, keys), 1)
             visible = (position < pages.context_len) & (position >= pages.context_len - window)
 
             def one_head(head: Any) -> None:
                 q = q_ref[0, head]
-                softmax_step(accumulators, head, q, reader.keys_and_values(slot, head, q.dtype), visible, scales[0, head], soft_cap, half)
+                softmax_step(accumulators, head, q, reader.keys_and_values(side, head, q.dtype), visible, scales[0, head], soft_cap, half)
 
             for_heads(num_heads, 4, one_head)
-            slot_ref[0] = 1 - slot
+            side_ref[0] = 1 - side
 
         lax.fori_loop(0, num_blocks, step, None)
 

@@ -154,7 +154,7 @@ def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int) 
     scalars, context_lens, query_lens, rows, offsets, places, num_items_ref, *refs = all_refs
     table, next_table, scales, q_ref, pool_ref, *refs = refs
     sinks_ref = refs.pop(0) if has_sinks else None
-    o_ref, buffer, semaphores, slot_ref, q_buffer, q_semaphores, o_buffer, o_semaphore, *refs = refs
+    o_ref, buffer, semaphores, side_ref, q_buffer, q_semaphores, o_buffer, o_semaphore, *refs = refs
     accumulators = Accumulators(*refs)
     item, window, num_items = pl.program_id(0), scalars[1], num_items_ref[0]
     reader = PageReader(pool_ref, buffer, semaphores, scalars[0])
@@ -172,15 +172,15 @@ def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int) 
         return pl.ds(pl.multiple_of(places[i], WRITE_ROWS), block_size)
 
     def queries(i: Array) -> Any:
-        slot = lax.rem(i, 2)
-        return pltpu.make_async_copy(q_ref.at[:, :, on_axis(i), :], q_buffer.at[slot], q_semaphores.at[slot])
+        side = lax.rem(i, 2)
+        return pltpu.make_async_copy(q_ref.at[:, :, on_axis(i), :], q_buffer.at[side], q_semaphores.at[side])
 
     def output(i: Array) -> Any:
         return pltpu.make_async_copy(o_buffer, o_ref.at[:, :, on_axis(i), :], o_semaphore)
 
     @pl.when((item == 0) & (num_items > 0))
     def _() -> None:
-        slot_ref[0] = 0
+        side_ref[0] = 0
         queries(item).start()
         reader.start(table, pages_of(item), jnp.int32(0), jnp.int32(0))
 
@@ -190,7 +190,7 @@ def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int) 
         queries(item).wait()
         pages = pages_of(item)
         num_blocks = reader.num_blocks(pages)
-        q_slot = lax.rem(item, 2)
+        q_side = lax.rem(item, 2)
 
         def start(head: Array) -> None:
             sinks = None
@@ -201,28 +201,28 @@ def _kernel(*all_refs: Any, soft_cap: float | None, has_sinks: bool, half: int) 
         for_heads(num_heads, 1, start)
 
         def step(block: Array, _: None) -> None:
-            slot = slot_ref[0]
+            side = side_ref[0]
 
             @pl.when(block + 1 < num_blocks)
             def _() -> None:
-                reader.start(table, pages, block + 1, 1 - slot)
+                reader.start(table, pages, block + 1, 1 - side)
 
             @pl.when((block + 1 == num_blocks) & (item + 1 < num_items))
             def _() -> None:
-                reader.start(next_table, pages_of(item + 1), jnp.int32(0), 1 - slot)
+                reader.start(next_table, pages_of(item + 1), jnp.int32(0), 1 - side)
 
-            reader.wait(table, pages, block, slot)
+            reader.wait(table, pages, block, side)
             shape = (num_rows, reader.block_pages * reader.page_size)
             key = reader.first_key(pages, block) + lax.broadcasted_iota(jnp.int32, shape, 1)
             query = first_position(item) + lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), block_size)
             visible = (key <= query) & (key > query - window) & (key < pages.context_len)
 
             def one_head(head: Any) -> None:
-                q = q_buffer[q_slot, head].reshape(num_rows, width)
-                softmax_step(accumulators, head, q, reader.keys_and_values(slot, head, q.dtype), visible, scales[0, head], soft_cap, half)
+                q = q_buffer[q_side, head].reshape(num_rows, width)
+                softmax_step(accumulators, head, q, reader.keys_and_values(side, head, q.dtype), visible, scales[0, head], soft_cap, half)
 
             for_heads(num_heads, 1, one_head)
-            slot_ref[0] = 1 - slot
+            side_ref[0] = 1 - side
 
         lax.fori_loop(0, num_blocks, step, None)
         # The rows after a row's last query are the next row's places: its own item writes them later, hence one output copy at a time.

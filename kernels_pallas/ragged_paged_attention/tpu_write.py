@@ -17,33 +17,33 @@ class Windows(NamedTuple):
     """The tiles of rows that the new tokens fall into, in order of token. Entries from ``num_windows`` on are unused.
 
     Attributes:
-        slots_W: Slot of the tile's first row, in one layer.
+        entries_W: Entry of the tile's first row, in one layer.
         tokens_W: Packed index of the first new token in it.
         rows_W: The row of that token in the tile.
         counts_W: New tokens in it, consecutive.
         num_windows_1: How many tiles there are.
     """
 
-    slots_W: Int32[Array, "W"]
+    entries_W: Int32[Array, "W"]
     tokens_W: Int32[Array, "W"]
     rows_W: Int32[Array, "W"]
     counts_W: Int32[Array, "W"]
     num_windows_1: Int32[Array, "1"]
 
 
-def plan_windows(slots_T: Int32[Array, "T"], num_rows: int, num_slots: int) -> Windows:
-    """Groups tokens by the tile that their slot is in. A row of n tokens touches at most ``(n - 1) // 8 + 2`` tiles, and never more than n."""
-    T = slots_T.shape[0]
+def plan_windows(entries_T: Int32[Array, "T"], num_rows: int, num_entries: int) -> Windows:
+    """Groups tokens by the tile that their entry is in. A row of n tokens touches at most ``(n - 1) // 8 + 2`` tiles, and never more than n."""
+    T = entries_T.shape[0]
     width = min(T, T // WRITE_ROWS + 2 * num_rows)
-    live = slots_T < num_slots
-    previous = jnp.concatenate([jnp.full(1, -2, jnp.int32), slots_T[:-1]])
-    first = live & ((slots_T % WRITE_ROWS == 0) | (slots_T != previous + 1))
+    live = entries_T < num_entries
+    previous = jnp.concatenate([jnp.full(1, -2, jnp.int32), entries_T[:-1]])
+    first = live & ((entries_T % WRITE_ROWS == 0) | (entries_T != previous + 1))
     window = jnp.cumsum(first.astype(jnp.int32)) - 1
     tokens = jnp.zeros(width, jnp.int32).at[jnp.where(first, window, width)].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
     counts = jnp.zeros(width, jnp.int32).at[jnp.where(live, window, width)].add(1, mode="drop")
-    slots = slots_T[tokens]
-    rows = slots % WRITE_ROWS
-    return Windows(slots - rows, tokens, rows, counts, first.sum(dtype=jnp.int32)[None])
+    entries = entries_T[tokens]
+    rows = entries % WRITE_ROWS
+    return Windows(entries - rows, tokens, rows, counts, first.sum(dtype=jnp.int32)[None])
 
 
 def write_scratch(num_buffers: int, num_kv_heads: int, row_width: int, dtype: Any) -> tuple[Any, ...]:
@@ -75,9 +75,9 @@ def write_windows(windows: Any, first_page: Array, new_ref: Any, pool_ref: Any, 
     num_windows = windows.num_windows_1[0]
 
     def tile(w: Array) -> Any:
-        slot = windows.slots_W[w]
-        row = pl.multiple_of(lax.rem(slot, page_size), WRITE_ROWS)
-        return pool_ref.at[first_page + lax.div(slot, page_size), :, pl.ds(row, WRITE_ROWS), :]
+        entry = windows.entries_W[w]
+        row = pl.multiple_of(lax.rem(entry, page_size), WRITE_ROWS)
+        return pool_ref.at[first_page + lax.div(entry, page_size), :, pl.ds(row, WRITE_ROWS), :]
 
     def reads(w: Array) -> tuple[Any, Any, Array]:
         """The copies of a window, and whether its tokens reach into the second tile of new rows."""

@@ -141,17 +141,17 @@ def _write(
 ) -> KVPool:  # fmt: skip
     """One scatter of rows each; the reshapes are bitcasts, so the donated pool is updated in place.
 
-    What is not finite is written as 0. A stale slot has weight 0, and 0 times NaN would carry one request's overflow into the next owner of its page.
+    What is not finite is written as 0. A stale entry has weight 0, and 0 times NaN would carry one request's overflow into the next owner of its page.
     """
-    slots_per_layer = num_pages * page_size
-    slots = jnp.where(batch.slots_T < slots_per_layer, batch.slots_T + layer * slots_per_layer, jnp.iinfo(jnp.int32).max)
+    entries_per_layer = num_pages * page_size
+    entries = jnp.where(batch.entries_T < entries_per_layer, batch.entries_T + layer * entries_per_layer, jnp.iinfo(jnp.int32).max)
     dtype = _stored_dtype(pool)
 
     def write(array: Array, new_TKH: Array, scale_K: Array | None) -> Array:
         rows = array.reshape(-1, new_TKH.shape[1] * new_TKH.shape[2])
         new_rows = quantise(new_TKH, scale_K, dtype).reshape(new_TKH.shape[0], -1)
         new_rows = lax.bitcast_convert_type(jnp.where(jnp.isfinite(new_rows), new_rows, 0), array.dtype)
-        rows = rows.at[slots].set(new_rows, mode="drop")
+        rows = rows.at[entries].set(new_rows, mode="drop")
         return rows.reshape(array.shape)
 
     assert pool.v is not None

@@ -82,7 +82,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             _check_message(request)
             if not request.request_id:
                 raise InvalidRequestError("request_id is required", param="request_id", code="missing_required_parameter")
-            return pb.AbortResponse(aborted=self._service.engine.abort(request.request_id, TENANT.get()))
+            return pb.AbortResponse(aborted=await self._service.engine.abort(request.request_id, TENANT.get()))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         async with _answering(context, self._responses, "GetModelInfo"):

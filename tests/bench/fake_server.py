@@ -1,4 +1,4 @@
-"""A server whose delays and capacity are known: the model of one, an in-process target around it, and an OpenAI-compatible HTTP server around it."""
+"""A server whose delays and capacity are known: the model of one, an in-process system under test around it, and an OpenAI-compatible HTTP server around it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from jaxserve.bench.load.load import sleep_until
-from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.load.system_under_test import RequestFailedError, Stream
 from jaxserve.bench.workload.plan import PlannedRequest
 
 VOCABULARY = 32_000
@@ -59,7 +59,7 @@ class FakeModel:
             self._free.release()
 
 
-class FakeTarget:
+class FakeSystem:
     """The model without a network: for a virtual clock. ``fail`` names requests, by index, that are refused."""
 
     def __init__(self, model: FakeModel, *, refuse: frozenset[int] = frozenset()) -> None:

@@ -20,7 +20,7 @@ from jaxserve.bench.load.metrics import measure
 from jaxserve.bench.load.processes import cpu_use, read_cpu, resident_mib, running
 from jaxserve.bench.load.server_metrics import ServerFigures
 from jaxserve.bench.load.session import Result, RunOptions, ServerInfo, ServerOptions
-from jaxserve.bench.load.target import Outcome
+from jaxserve.bench.load.system_under_test import Outcome
 from jaxserve.bench.report import compare_report
 from jaxserve.bench.workload.plan import PlannedRequest
 from jaxserve.bench.workload.workload import Workload

@@ -1,4 +1,4 @@
-"""The HTTP client and the OpenAI target against a real socket: transport, streams, and what a server refuses."""
+"""The HTTP client and the OpenAI API as a system under test, against a real socket: transport, streams, and what a server refuses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxserve.bench.load import server_metrics
 from jaxserve.bench.load.http_client import HttpClient
 from jaxserve.bench.load.load import Run, run_load
 from jaxserve.bench.load.metrics import measure
-from jaxserve.bench.load.openai_target import OpenAITarget
+from jaxserve.bench.load.openai_system import OpenAISystem
 from jaxserve.bench.load.server_metrics import compare_samples, parse_samples, read_samples
 from jaxserve.bench.load.session import Result, RunOptions, ServerOptions, normalize_url, open_session
 from jaxserve.bench.load.sse import EventReader
-from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.load.system_under_test import RequestFailedError, Stream
 from jaxserve.bench.report.report import warnings_of
 from jaxserve.bench.workload.plan import plan
 from jaxserve.bench.workload.prompts import IdPrompts, WordPrompts
@@ -167,7 +167,7 @@ def test_pieces_of_a_stream(chat: bool, body: bytes, pieces: int, finish: str) -
 
         async with raw_server(serve) as url:
             stream = Stream()
-            await OpenAITarget(HttpClient(url), "m", "chat" if chat else "completions", IdPrompts()).run(b"{}", stream)
+            await OpenAISystem(HttpClient(url), "m", "chat" if chat else "completions", IdPrompts()).run(b"{}", stream)
             return stream
 
     stream = asyncio.run(main())
@@ -192,7 +192,7 @@ def test_bad_streams(body: bytes, message: str) -> None:
 
         async with raw_server(serve) as url:
             with pytest.raises(RequestFailedError, match=message):
-                await OpenAITarget(HttpClient(url), "m", "completions", IdPrompts()).run(b"{}", Stream())
+                await OpenAISystem(HttpClient(url), "m", "completions", IdPrompts()).run(b"{}", Stream())
 
     asyncio.run(main())
 
@@ -334,9 +334,9 @@ def test_a_stream_costs_little() -> None:
         def tokens(output_len: int) -> int:
             async def main() -> Run:
                 client = HttpClient(url)
-                target = OpenAITarget(client, "fake", "completions", IdPrompts())
+                system = OpenAISystem(client, "fake", "completions", IdPrompts())
                 work = Workload(arrival="closed", concurrency=50, num_requests=50, output_len=str(output_len))
-                run = await run_load(plan(work), target, concurrency=50)
+                run = await run_load(plan(work), system, concurrency=50)
                 await client.close()
                 return run
 
@@ -412,8 +412,8 @@ def test_an_odd_chunk_fails_its_request_alone(odd: bytes) -> None:
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + chunk(delta={"content": "a"}) + b"data: " + odd + b"\n\n")
 
         async with raw_server(serve) as url:
-            target = OpenAITarget(HttpClient(url), "m", "chat", WordPrompts())
-            return await run_load(plan(ONE), target, concurrency=1)
+            system = OpenAISystem(HttpClient(url), "m", "chat", WordPrompts())
+            return await run_load(plan(ONE), system, concurrency=1)
 
     (record,) = asyncio.run(main()).records
     assert record.outcome == "error"

@@ -14,10 +14,10 @@ import pytest
 
 from jaxserve.bench.load.load import Record, Run, run_load
 from jaxserve.bench.load.metrics import measure, parse_slo, percentile
-from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.load.system_under_test import RequestFailedError, Stream
 from jaxserve.bench.workload.plan import PlannedRequest, plan, read_sources
 from jaxserve.bench.workload.workload import Workload
-from tests.bench.fake_server import FakeModel, FakeTarget
+from tests.bench.fake_server import FakeModel, FakeSystem
 
 TTFT_S, TPOT_S = 0.25, 0.0625  # powers of two: sums are exact
 Virtual = Callable[[Any], Any]
@@ -41,9 +41,9 @@ def workload(kind: str, folder: Path, **fields: Any) -> Workload:
     return Workload(arrival=kind, num_requests=30, **KINDS[kind] | own | fields)  # type: ignore[arg-type]
 
 
-async def drive(work: Workload, target: FakeTarget, **options: Any) -> Run:
+async def drive(work: Workload, system: FakeSystem, **options: Any) -> Run:
     closed = {"concurrency": work.concurrency} if work.arrival == "closed" else {}
-    return await run_load(plan(work, read_sources(work)), target, **closed, **options)
+    return await run_load(plan(work, read_sources(work)), system, **closed, **options)
 
 
 def expected_spans(work: Workload, slots: int) -> list[tuple[float, float, float]]:
@@ -69,7 +69,7 @@ def test_every_figure_is_exact(kind: str, slots: int, virtual: Virtual, tmp_path
     work = workload(kind, tmp_path)
 
     async def main() -> Run:
-        return await drive(work, FakeTarget(FakeModel(TTFT_S, TPOT_S, slots)))
+        return await drive(work, FakeSystem(FakeModel(TTFT_S, TPOT_S, slots)))
 
     run: Run = virtual(main())
     spans = expected_spans(work, slots)
@@ -109,7 +109,7 @@ def test_percentiles_are_numpys() -> None:
 def test_outcomes_are_told_apart(virtual: Virtual, tmp_path: Path) -> None:
     """Refused at once, cancelled by plan, too slow, broken: each counts once, and goodput counts only what was good."""
 
-    class Breaking(FakeTarget):
+    class Breaking(FakeSystem):
         async def run(self, prepared: Any, stream: Stream) -> None:
             if prepared.index in (3, 4):
                 raise RequestFailedError("the server closed the connection before the answer was complete")
@@ -133,7 +133,7 @@ def test_outcomes_are_told_apart(virtual: Virtual, tmp_path: Path) -> None:
 
 def test_goodput_counts_requests_within_every_limit(virtual: Virtual) -> None:
     async def main() -> Run:
-        return await drive(Workload(arrival="burst", rate=1, burst_size=4, num_requests=4, output_len="2"), FakeTarget(FakeModel(TTFT_S, TPOT_S, 1)))
+        return await drive(Workload(arrival="burst", rate=1, burst_size=4, num_requests=4, output_len="2"), FakeSystem(FakeModel(TTFT_S, TPOT_S, 1)))
 
     run: Run = virtual(main())  # first tokens after 250, 562.5, 875, 1187.5 ms
     assert [measure(run, parse_slo(slo)).good_requests for slo in ("ttft:249", "ttft:250", "ttft:875,tpot:62.5", "ttft:9999,tpot:62", "e2el:313")] == [
@@ -146,7 +146,7 @@ def test_goodput_counts_requests_within_every_limit(virtual: Virtual) -> None:
 
 
 def test_what_was_prepared_before_the_start_is_not_in_the_clients_cost(virtual: Virtual) -> None:
-    class Slow(FakeTarget):
+    class Slow(FakeSystem):
         def prepare(self, request: PlannedRequest) -> PlannedRequest:
             end_s = time.process_time() + 0.1
             while time.process_time() < end_s:
@@ -160,9 +160,9 @@ def test_what_was_prepared_before_the_start_is_not_in_the_clients_cost(virtual: 
 
 
 def test_sessions_wait_for_their_answers_and_think(virtual: Virtual) -> None:
-    async def main() -> tuple[Run, FakeTarget]:
-        target = FakeTarget(FakeModel(TTFT_S, TPOT_S))
-        return await drive(Workload(arrival="steady", rate=1, num_requests=6, turns=3, think_s=0.5, output_len="1"), target), target
+    async def main() -> tuple[Run, FakeSystem]:
+        system = FakeSystem(FakeModel(TTFT_S, TPOT_S))
+        return await drive(Workload(arrival="steady", rate=1, num_requests=6, turns=3, think_s=0.5, output_len="1"), system), system
 
     run, _ = virtual(main())
     sessions = itertools.groupby(sorted(run.records, key=lambda record: record.request.index), lambda record: record.request.session)
@@ -177,7 +177,7 @@ def test_sessions_wait_for_their_answers_and_think(virtual: Virtual) -> None:
 def test_a_closed_loop_starts_nothing_after_its_duration(virtual: Virtual) -> None:
     async def main() -> Run:
         work = Workload(arrival="closed", concurrency=2, duration_s=1.1, output_len="1")
-        return await run_load(plan(work), FakeTarget(FakeModel(TTFT_S, TPOT_S)), concurrency=2, duration_s=1.1)
+        return await run_load(plan(work), FakeSystem(FakeModel(TTFT_S, TPOT_S)), concurrency=2, duration_s=1.1)
 
     run: Run = virtual(main())
     assert [record.sent_s for record in run.records] == [0, 0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 1.0, 1.0]
@@ -188,7 +188,7 @@ def test_stopping_keeps_what_there_was(virtual: Virtual) -> None:
     async def main() -> Run:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(2.1, stop.set)
-        return await drive(Workload(arrival="steady", rate=4, num_requests=100, output_len="5"), FakeTarget(FakeModel(TTFT_S, TPOT_S)), stop=stop)
+        return await drive(Workload(arrival="steady", rate=4, num_requests=100, output_len="5"), FakeSystem(FakeModel(TTFT_S, TPOT_S)), stop=stop)
 
     run: Run = virtual(main())
     assert run.interrupted == "stopped"
@@ -198,7 +198,7 @@ def test_stopping_keeps_what_there_was(virtual: Virtual) -> None:
 
 
 def test_a_server_that_is_gone_ends_the_run(virtual: Virtual) -> None:
-    class Gone(FakeTarget):
+    class Gone(FakeSystem):
         async def run(self, prepared: Any, stream: Stream) -> None:
             if prepared.index >= 10:
                 raise RequestFailedError("cannot connect", unreachable=True)

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.bench.load.session import Result, RunOptions, ServerOptions, open_session
 from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
-from jaxserve.serving.grpc_api.bench_target import open_grpc_session
+from jaxserve.serving.grpc_api.bench_system import open_grpc_session
 from tests.serving.fake_engine import FakeAsyncEngine
 from tests.serving.servers import grpc_server, http_server, server_config
 

@@ -12,10 +12,10 @@ import pytest
 from jaxserve.bench.load.metrics import Slo, parse_slo
 from jaxserve.bench.load.session import Result, RunOptions, ServerInfo, Session
 from jaxserve.bench.load.sweep import MaxRate, Sweep, at_concurrency, at_rate, find_max_rate, run_levels
-from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.load.system_under_test import RequestFailedError, Stream
 from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
-from tests.bench.fake_server import FakeModel, FakeTarget
+from tests.bench.fake_server import FakeModel, FakeSystem
 
 INFO = ServerInfo("http://fake", "fake", "openai", "token ids", True, {})
 Virtual = Callable[[Any], Any]
@@ -26,7 +26,7 @@ async def no_metrics() -> None:
 
 
 async def search(model: FakeModel, workload: Workload, slo: Slo, **options: Any) -> MaxRate:
-    session = Session(FakeTarget(model), INFO, no_metrics, None)
+    session = Session(FakeSystem(model), INFO, no_metrics, None)
 
     async def run(work: Workload) -> Any:
         return await session.run(work, RunOptions(num_warmup=0, slo=slo))
@@ -71,7 +71,7 @@ def test_answers_must_keep_up_however_loose_the_slo(virtual: Virtual) -> None:
 
 def test_refusals_are_too_much(virtual: Virtual) -> None:
     async def main() -> MaxRate:
-        session = Session(FakeTarget(FakeModel(0.375, 0.125), refuse=frozenset(range(20, 10_000))), INFO, no_metrics, None)
+        session = Session(FakeSystem(FakeModel(0.375, 0.125), refuse=frozenset(range(20, 10_000))), INFO, no_metrics, None)
 
         async def run(work: Workload) -> Any:
             return await session.run(work, RunOptions(num_warmup=0, slo=slo))
@@ -83,7 +83,7 @@ def test_refusals_are_too_much(virtual: Virtual) -> None:
     assert found.rate == pytest.approx(2.0, rel=0.05)  # 20 requests in 10 s are all that is served
 
 
-class Mortal(FakeTarget):
+class Mortal(FakeSystem):
     """Is gone, or answers nothing but errors, after a number of requests."""
 
     def __init__(self, model: FakeModel, lives: int, *, unreachable: bool) -> None:
@@ -98,8 +98,8 @@ class Mortal(FakeTarget):
         await super().run(prepared, stream)
 
 
-def runs_of(target: FakeTarget, slo: Slo, stop: asyncio.Event | None = None) -> Callable[[Workload], Awaitable[Result]]:
-    session = Session(target, INFO, no_metrics, None)
+def runs_of(system: FakeSystem, slo: Slo, stop: asyncio.Event | None = None) -> Callable[[Workload], Awaitable[Result]]:
+    session = Session(system, INFO, no_metrics, None)
     return lambda work: session.run(work, RunOptions(num_warmup=0, slo=slo), stop=stop)
 
 
@@ -122,7 +122,7 @@ def test_stopping_while_nothing_is_known_says_nothing_of_the_slo(virtual: Virtua
     async def main() -> MaxRate:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.2, stop.set)
-        return await find_max_rate(STEADY, SLO, runs_of(FakeTarget(FakeModel(0.375, 0.125)), SLO, stop))
+        return await find_max_rate(STEADY, SLO, runs_of(FakeSystem(FakeModel(0.375, 0.125)), SLO, stop))
 
     found: MaxRate = virtual(main())
     assert (found.rate, found.interrupted) == (0, "stopped")
@@ -133,7 +133,7 @@ def test_stopping_while_nothing_is_known_says_nothing_of_the_slo(virtual: Virtua
 def test_a_few_requests_that_all_fit_at_once_end_the_search(turns: int, virtual: Virtual) -> None:
     async def main() -> MaxRate:
         few = Workload(arrival="poisson", rate=1.0, output_len="2", num_requests=10, turns=turns)
-        return await find_max_rate(few, SLO, runs_of(FakeTarget(FakeModel(0.375, 0.125)), SLO))
+        return await find_max_rate(few, SLO, runs_of(FakeSystem(FakeModel(0.375, 0.125)), SLO))
 
     found: MaxRate = virtual(main())
     assert found.above is None

@@ -61,7 +61,7 @@ def test_what_is_no_mesh(text: str, message: str) -> None:
     ],
 )
 def test_the_mesh_that_a_configuration_asks_for(config: MeshConfig, num_devices: int, is_cpu: bool, shape: tuple[int, int]) -> None:
-    assert choose_mesh_shape(config, num_devices, is_cpu=is_cpu) == shape
+    assert choose_mesh_shape(config, num_devices, is_cpu=is_cpu) == MeshShape(*shape)
 
 
 def test_a_mesh_larger_than_the_machine() -> None:

@@ -63,12 +63,13 @@ def ends_within(limit_s: float, *hosts: Host) -> list[int]:
 
 @needs_collectives
 def test_two_processes_serve_the_tokens_of_one(model: Path, tmp_path: Path) -> None:
+    """Steps overlap in the two and not in the one."""
     llm = LLM(str(model), config=load_config((), [*SETTINGS, "engine.warmup=false"]))
     params = [SamplingParams(**{key: value for key, value in body.items() if key != "prompt"}) for body in bodies()]
     expected = [llm.generate(str(body["prompt"]), one)[0].text for body, one in zip(bodies(), params, strict=True)]
     assert all(len(set(text)) > len(text) / 4 for text in expected) and len(set(expected)) == len(expected), "a model that tells errors apart"
     with Cluster(tmp_path) as cluster:
-        leader = cluster.start(0, model)
+        leader = cluster.start(0, model, "engine.overlap=true")
         stranger: list[socket.socket] = []
 
         def connect() -> bool:
@@ -78,7 +79,7 @@ def test_two_processes_serve_the_tokens_of_one(model: Path, tmp_path: Path) -> N
 
         wait_until(connect, "the step port", LIMIT_S)
         stranger[0].sendall(b"GET / HTTP/1.1\r\nHost: nobody of the engine\r\n\r\n")
-        follower = cluster.start(1, model)
+        follower = cluster.start(1, model, "engine.overlap=true")
         leader.until_logged("ready: ")
         with stranger[0], contextlib.suppress(ConnectionResetError):
             assert stranger[0].recv(1) == b""

@@ -16,7 +16,7 @@ from jaxserve.engine.programs.manifest import Manifest, read_manifest, sha256
 from jaxserve.engine.programs.memory import Memory
 from jaxserve.engine.programs.plan import lower_bucket, plan_programs
 from jaxserve.engine.programs.pool_plan import PoolPlan
-from jaxserve.engine.step.batch import Buckets
+from jaxserve.engine.step.buckets import Buckets, make_buckets
 from jaxserve.engine.step.execution import choose_execution
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.errors import ConfigError
@@ -91,6 +91,12 @@ def test_the_manifest_tells_what_was_compiled(made: Path) -> None:
     for program in steps:
         assert sha256((made / program.file).read_bytes()) == program.sha256
         assert program.compile_s > 0
+
+
+def test_every_bucket_has_a_name_of_its_own() -> None:
+    buckets = make_buckets((8, 16), (2, 4), max_tokens=32, max_rows=8, table_width=4, sampling=("greedy", "plain", "filtered")).all()
+    assert len({program_name(bucket) for bucket in buckets}) == len(buckets)
+    assert {program_name(bucket) for bucket in buckets} > {"decode_2_greedy", "mixed_32x8_filtered"}
 
 
 def test_every_program_is_taken_and_nothing_is_compiled(made: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +14,9 @@ import numpy as np
 import pytest
 
 from jaxserve.config import ShardingConfig
-from jaxserve.engine.programs.pool_plan import abstract_pool, device_pool_shape
-from jaxserve.engine.step.batch import Bucket
-from jaxserve.engine.step.function import abstract_carry, abstract_params, lower_step, make_step
-from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
+from jaxserve.engine.programs.plan import lower_bucket, pool_of_size
+from jaxserve.engine.step.buckets import Bucket
+from jaxserve.engine.step.function import abstract_params
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.model import build_model
@@ -70,20 +72,28 @@ def test_every_mesh_gives_the_tokens_of_one_device(name: str, mesh: MeshShape) -
     assert all(len(generated) == 10 for generated in got.values())
 
 
+def test_an_axis_more_in_the_table_changes_nothing_for_data_and_model() -> None:
+    """The table is read when modules are imported, so the engine with a third axis, of two ranks, is a process of its own."""
+    done = subprocess.run([sys.executable, "-m", "tests.engine.third_axis"], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["axes"], found["parts"], found["model_axis"]) == (["data", "model", "expert"], [8, 2, 8], "model")
+    assert {int(index): tokens for index, tokens in found["tokens"].items()} == tokens_on_one_device("8 KV heads")
+
+
 def compiled_decode(mesh: MeshShape, rules: ShardingConfig, *, dtype: str = "float32") -> tuple[jax.stages.Lowered, ModelSpec]:
     spec = SPECS["8 KV heads"]
     layout = make_layout(mesh, rules)
     model = build_model(spec, dtype=dtype, layers="scan", is_split=True)
-    shape = device_pool_shape(spec, layout, num_pages=NUM_PAGES, page_size=8, dtype=jnp.dtype(dtype))
-    attention, bucket = IMPLEMENTATIONS["xla"], Bucket(4, 4, 12, True)
-    step = make_step(model, bucket, shape=shape, attention=attention, layout=layout)
-    return lower_step(step, abstract_params(model, layout), abstract_pool(attention, shape, layout), abstract_carry(4, layout), bucket, layout), spec
+    bucket = Bucket(4, 4, 12, True)
+    plan = pool_of_size(model, layout, [bucket], num_pages=NUM_PAGES, page_size=8, kv_dtype=jnp.dtype(dtype), attention="xla")
+    return lower_bucket(model, abstract_params(model, layout), plan, bucket, max_num_seqs=4), spec
 
 
 def traffic_of(compiled: jax.stages.Compiled, mesh: MeshShape) -> Traffic:
     text = compiled.as_text()
     assert text is not None
-    return measure_traffic(text, mesh._asdict())
+    return measure_traffic(text, mesh)
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(1, 8), MeshShape(2, 4), MeshShape(8, 1)], ids=str)

@@ -35,7 +35,7 @@ def filled(plan: PoolPlan) -> KVPool:
 
 def pages(pool: KVPool, plan: PoolPlan) -> list[np.ndarray]:
     """Each array as ``[ranks, model ranks, layers, pages, the rest]``."""
-    return [np.asarray(array).reshape(*plan.layout.shape, plan.shape.num_layers, NUM_PAGES, -1) for array in jax.tree.leaves(pool)]
+    return [np.asarray(array).reshape(*plan.layout.shape.values(), plan.shape.num_layers, NUM_PAGES, -1) for array in jax.tree.leaves(pool)]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_failed_step_costs_its_requests_alone(engine: Engine, monkeypatch: pyt
         patch.setattr(runner, "_compiled", dict.fromkeys(runner._compiled, _explode))
         outputs = engine.step()
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", "error")]
-    assert outputs[0].error is not None and "device lost" in outputs[0].error
+    assert outputs[0].error is not None and "device lost" in outputs[0].error.message
     assert run(engine, [([5, 6, 7], params)]) == want
 
 

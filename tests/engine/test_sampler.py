@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.step.sampler import SamplingArrays, sample
+from jaxserve.engine.step.buckets import SAMPLING_STAGES
+from jaxserve.engine.step.sampler import LogitsStage, SamplingArrays, sample
 
 OFF = np.iinfo(np.int32).max
 
@@ -90,3 +91,57 @@ def test_ties_at_a_threshold_stay_together() -> None:
     logits = jnp.broadcast_to(jnp.asarray([1.0, 1.0, 1.0, 0.0] + [-20.0] * 252), (512, 256))
     tokens = np.asarray(sample(logits, arrays(512, top_k=2)))
     assert set(tokens.tolist()) == {0, 1, 2}
+
+
+FORCED, LEAST = 7, -9.0
+FORCE_MIN_P_ROWS = LogitsStage("min_p", lambda logits, params: jnp.where((params.min_p_B > 0)[:, None] & (logits == LEAST), 1e9, logits))
+"""Makes the least likely token of a row with min-p the likeliest, greedy or not: stands for a bias or a mask, for no field calls for one so far."""
+
+
+def logits_whose_least_is(token_id: int, num_rows: int, vocab_size: int) -> np.ndarray:
+    logits = np.random.default_rng(3).normal(size=(num_rows, vocab_size)).astype(np.float32)
+    logits[:, token_id] = LEAST
+    return logits
+
+
+def test_a_stage_changes_the_logits_of_all_rows_that_need_it() -> None:
+    logits = logits_whose_least_is(FORCED, 4, 500)
+    params = arrays(4)._replace(temperature_B=jnp.asarray([0.0, 1.0, 0.0, 1.0]), min_p_B=jnp.asarray([0.1, 0.1, 0.0, 0.0]))
+    forced = np.asarray(sample(jnp.asarray(logits), params, stages=(FORCE_MIN_P_ROWS,)))
+    assert forced[:2].tolist() == [FORCED] * 2
+    assert forced[2:].tolist() == np.asarray(sample(jnp.asarray(logits), params))[2:].tolist()
+
+
+@pytest.mark.parametrize("sampling", ["any", "plain"])
+def test_a_stage_that_no_row_needs_does_not_run(sampling) -> None:
+    ran: list[int] = []
+
+    def spy(logits, params):
+        jax.debug.callback(lambda: ran.append(1))
+        return logits
+
+    for min_p in (0.0, 0.1):
+        ran.clear()
+        jax.block_until_ready(jax.jit(lambda *arguments: sample(*arguments, sampling=sampling, stages=(LogitsStage("min_p", spy),)))(
+            jnp.zeros((2, 300)), arrays(2, min_p=min_p)
+        ))  # fmt: skip
+        jax.effects_barrier()
+        assert bool(ran) == (sampling == "any" and min_p > 0)
+
+
+SERVED = {"greedy": ["greedy"], "plain": ["greedy", "plain"], "filtered": ["greedy", "plain", "filtered"]}
+"""Program -> the rows that may meet in it."""
+ROWS = {"greedy": {"temperature": 0.0}, "plain": {"temperature": 1.3}, "filtered": {"temperature": 0.9, "top_k": 30, "top_p": 0.8, "min_p": 0.02}}
+
+
+def rows_of(kinds: list[str], num_rows: int) -> SamplingArrays:
+    """Rows of some kinds in turn."""
+    each = [arrays(1, seeds=[row], **ROWS[kinds[row % len(kinds)]]) for row in range(num_rows)]
+    return SamplingArrays(*(jnp.concatenate(columns) for columns in zip(*each, strict=True)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLING_STAGES)
+def test_every_program_gives_the_same_tokens_to_the_rows_that_it_serves(sampling) -> None:
+    logits = jnp.asarray(np.random.default_rng(4).normal(size=(64, 700)).astype(np.float32) * 2)
+    params = rows_of(SERVED[sampling], 64)
+    assert np.asarray(sample(logits, params, sampling=sampling)).tolist() == np.asarray(sample(logits, params)).tolist()

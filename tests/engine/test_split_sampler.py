@@ -13,8 +13,9 @@ from jaxserve.engine.step import split_sampler
 from jaxserve.engine.step.sampler import SamplingArrays, sample
 from jaxserve.engine.step.split_sampler import NUM_CANDIDATES, sample_split
 from jaxserve.mesh import REPLICATED, make_layout
-from jaxserve.mesh_shape import MODEL, MeshShape
-from tests.engine.test_sampler import arrays
+from jaxserve.mesh_axes import MODEL
+from jaxserve.mesh_shape import MeshShape
+from tests.engine.test_sampler import FORCE_MIN_P_ROWS, FORCED, SERVED, arrays, logits_whose_least_is, rows_of
 
 CASES = {
     "greedy": {"temperature": 0.0},
@@ -32,9 +33,13 @@ CASES = {
 }
 
 
-def split_sample(parts: int):
+def split_sample(parts: int, **options):
     layout = make_layout(MeshShape(1, parts), ShardingConfig())
-    return jax.jit(layout.map_devices(lambda logits, params: sample_split(logits, params, MODEL), (PartitionSpec(None, MODEL), REPLICATED), REPLICATED))
+
+    def sample_part(logits, params):
+        return sample_split(logits, params, MODEL, **options)
+
+    return jax.jit(layout.map_devices(sample_part, (PartitionSpec(None, MODEL), REPLICATED), REPLICATED))
 
 
 @pytest.mark.parametrize("parts", [2, 8])
@@ -86,9 +91,9 @@ def test_a_row_that_its_candidates_decide_makes_no_other_row_search(monkeypatch:
     searched: list[tuple[list[int], list[float], list[float]]] = []
     whole = split_sampler._draw_from_all
 
-    def spy(logits, largest, params, axis):
+    def spy(logits, largest, params, *rest):
         jax.debug.callback(lambda *columns: searched.append(tuple(column.tolist() for column in columns)), *params[1:4])
-        return whole(logits, largest, params, axis)
+        return whole(logits, largest, params, *rest)
 
     monkeypatch.setattr(split_sampler, "_draw_from_all", spy)
     filtered, flat, greedy = arrays(1, top_k=5, top_p=0.9, min_p=0.01), arrays(1, temperature=9.0), arrays(1, temperature=0.0, top_k=7)
@@ -98,3 +103,21 @@ def test_a_row_that_its_candidates_decide_makes_no_other_row_search(monkeypatch:
     jax.effects_barrier()
     off = np.iinfo(np.int32).max
     assert searched and all(seen == ([off] * 3, [1.0] * 3, [0.0] * 3) for seen in searched)
+
+
+def test_a_stage_changes_the_logits_of_all_rows_that_need_it() -> None:
+    logits = logits_whose_least_is(1600 - FORCED, 4, 1600)
+    params = arrays(4)._replace(temperature_B=jnp.asarray([0.0, 1.0, 0.0, 1.0]), min_p_B=jnp.asarray([0.1, 0.1, 0.0, 0.0]))
+    stages = (FORCE_MIN_P_ROWS,)
+    forced = np.asarray(split_sample(2, stages=stages)(logits, params))
+    assert forced[:2].tolist() == [1600 - FORCED] * 2
+    assert forced.tolist() == np.asarray(sample(jnp.asarray(logits), params, stages=stages)).tolist()
+
+
+@pytest.mark.parametrize("sampling", SERVED)
+@pytest.mark.parametrize("vocab_size", [1600, 80])
+def test_every_program_gives_the_same_tokens_to_the_rows_that_it_serves(sampling, vocab_size: int) -> None:
+    """A part of 40 is smaller than the candidates that it may send."""
+    logits = jnp.asarray(np.random.default_rng(4).normal(size=(64, vocab_size)).astype(np.float32) * 2)
+    params = rows_of(SERVED[sampling], 64)
+    assert np.asarray(split_sample(2, sampling=sampling)(logits, params)).tolist() == np.asarray(split_sample(2)(logits, params)).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig, ShardingConfig
@@ -11,8 +12,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs.memory import Memory
 from jaxserve.engine.programs.plan import make_model
 from jaxserve.engine.programs.pool_plan import plan_pool
-from jaxserve.engine.step.batch import make_buckets, table_width
+from jaxserve.engine.step.buckets import make_buckets, table_width
 from jaxserve.engine.step.execution import choose_execution
+from jaxserve.engine.step.slot_state import SlotState
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
@@ -64,6 +66,8 @@ def tiny_engine(
     prefix: Literal["radix", "hash", "off"] = "radix",
     preemption: Literal["recompute", "swap"] = "recompute",
     num_host_pages: int = 0,
+    overlap: bool = False,
+    states: Sequence[SlotState] = (),
 ) -> Engine:
     """An engine on the tiny model. Without warm-up each bucket compiles when it is first met. KV heads are repeated where the mesh needs it."""
     spec = spec or tiny_spec()
@@ -86,10 +90,15 @@ def tiny_engine(
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
     params = model.random_params(0, layout, randomize_all=True)
-    runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=max_num_seqs, num_host_pages=num_host_pages)
+    runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=max_num_seqs, num_host_pages=num_host_pages, states=states)
     if warmup:
         runner.warmup()
-    return Engine(runner, FakeTokenizer(), spec, config)
+    return Engine(runner, FakeTokenizer(), spec, config, overlap=overlap)
+
+
+def overlapped(engine: Engine) -> Engine:
+    """Another engine on the same runner, with overlap."""
+    return Engine(engine.runner, FakeTokenizer(), engine.spec, engine._config, overlap=True)
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]], *, arrivals: list[int] | None = None) -> list[tuple[int, ...]]:

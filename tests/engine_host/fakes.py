@@ -11,8 +11,10 @@ from typing import Any
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, TenantsConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule
+from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule, SequenceResult
+from jaxserve.errors import JaxserveError, from_data
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.request import RequestOutput
 
 EOS = 256
 SPECIAL = 257
@@ -65,6 +67,7 @@ class FakeRunner:
         self.next_token = next_token
         self.num_steps = 0
         self.host_pools = [[-1] * (num_host_pages * page_size) for _ in range(num_ranks)]
+        self.carry = [[-1] * max_num_seqs for _ in range(num_ranks)]
         self.lose_pools()
         self.errors: list[Exception | None] = []  # of the steps to come
 
@@ -136,7 +139,7 @@ class FakeStep:
     def __init__(self, runner: FakeRunner, schedule: Schedule) -> None:
         self._runner = runner
         self._rows = [
-            (index, row.sequence.token_ids[row.start : row.start + row.num_tokens], row.start, list(row.sequence.page_ids), row.sequence.seed)
+            (index, row, row.sequence.token_ids[row.start : row.start + row.num_tokens], list(row.sequence.page_ids), row.sequence.slot)
             for index, rank in enumerate(schedule.ranks)
             for row in rank.sequences
         ]
@@ -144,21 +147,25 @@ class FakeStep:
         self.num_bucket_tokens = sum(rank.num_tokens for rank in schedule.ranks)
         self.num_bucket_sequences = len(self._rows)
 
-    def fetch(self) -> list[int]:
-        pools = self._runner.pools
+    def fetch(self) -> list[SequenceResult]:
+        pools, carry = self._runner.pools, self._runner.carry
         for pool, host_pool, moves in zip(pools, self._runner.host_pools, self._moves, strict=True):
             self._move(pool, host_pool, moves.swap_outs)
             self._move(host_pool, pool, moves.swap_ins)
             self._move(pool, pool, moves.copies)
-        for rank, token_ids, start, page_ids, _ in self._rows:
-            for position, token_id in enumerate(token_ids, start):
+        for rank, row, token_ids, page_ids, slot in self._rows:
+            if len(token_ids) < row.num_tokens:  # it was in flight when the step was dispatched
+                token_ids.append(carry[rank][slot])
+            assert len(token_ids) == row.num_tokens
+            for position, token_id in enumerate(token_ids, row.start):
                 pools[rank][self._slot(page_ids, position)] = token_id
-        sampled = []
-        for rank, token_ids, start, page_ids, seed in self._rows:
-            context = [pools[rank][self._slot(page_ids, position)] for position in range(start + len(token_ids))]
-            assert context[start:] == token_ids, "two sequences of a step wrote to one slot"
-            sampled.append(self._runner.next_token(context, seed))
-        return sampled
+        results = []
+        for rank, row, token_ids, page_ids, slot in self._rows:
+            context = [pools[rank][self._slot(page_ids, position)] for position in range(row.start + row.num_tokens)]
+            assert context[row.start :] == token_ids, "two sequences of a step wrote to one slot"
+            carry[rank][slot] = self._runner.next_token(context, row.sequence.seed)
+            results.append(SequenceResult([carry[rank][slot]] if row.num_samples else []))
+        return results
 
     def _move(self, source: list[int], destination: list[int], pairs: Sequence[tuple[int, int]]) -> None:
         size = self._runner.page_size
@@ -168,6 +175,11 @@ class FakeStep:
 
     def _slot(self, page_ids: Sequence[int], position: int) -> int:
         return page_ids[position // self._runner.page_size] * self._runner.page_size + position % self._runner.page_size
+
+
+def results_of(schedule: Schedule, token_id: int = 0) -> list[SequenceResult]:
+    """What a step gives if every sequence that samples gets the same token."""
+    return [SequenceResult([token_id] if row.num_samples else []) for row in schedule.sequences]
 
 
 def check_schedule(schedule: Schedule, runner: FakeRunner) -> None:
@@ -188,8 +200,11 @@ def check_schedule(schedule: Schedule, runner: FakeRunner) -> None:
         for row in rows:
             assert row.num_tokens >= 1
             end = row.start + row.num_tokens
-            assert end == row.sequence.num_computed_tokens <= len(row.sequence.token_ids)
-            assert row.samples == (end == len(row.sequence.token_ids))
+            sequence = row.sequence
+            assert end == sequence.num_scheduled_tokens <= sequence.num_tokens - row.num_samples
+            assert row.num_samples == (end == sequence.num_tokens - row.num_samples)
+            assert end <= len(sequence.token_ids) or row.num_tokens == 1, "only the token of a decode may be unknown"
+            assert sequence.num_generated_tokens + sequence.num_in_flight <= sequence.max_tokens, "it was known to end before"
             assert len(row.sequence.page_ids) * runner.page_size >= end
 
 
@@ -227,6 +242,11 @@ class FakeDetokenizer:
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def refusal_of(output: RequestOutput) -> JaxserveError | None:
+    """The error that the client of an ended request gets, if it gets one."""
+    return None if output.error is None else from_data(output.error)
 
 
 def scripted(*outputs: Sequence[int], prompt_len: int = 1) -> NextToken:
@@ -274,6 +294,7 @@ def fake_engine(
     scheduler: SchedulerConfig | None = None,
     engine: EngineConfig | None = None,
     tenants: TenantsConfig | None = None,
+    overlap: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     runner = runner or FakeRunner()
@@ -284,4 +305,4 @@ def fake_engine(
         engine=engine or EngineConfig(),
         tenants=tenants or TenantsConfig(),
     )
-    return Engine(runner, FakeTokenizer(), fake_spec(max_position), config, model_name="fake", seed=seed, clock=clock)  # pyright: ignore[reportArgumentType]
+    return Engine(runner, FakeTokenizer(), fake_spec(max_position), config, model_name="fake", seed=seed, overlap=overlap, clock=clock)  # pyright: ignore[reportArgumentType]

@@ -17,7 +17,7 @@ from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxserve.errors import ConfigError, DeadlineExceededError, EngineDeadError, InvalidRequestError, OverloadedError, QuotaExceededError
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 from jaxserve.tenants import TenantLimits, read_tenants
-from tests.engine_host.fakes import FakeRunner, fake_engine
+from tests.engine_host.fakes import FakeRunner, fake_engine, refusal_of
 
 
 class Bench:
@@ -55,7 +55,7 @@ class Bench:
         return {output.request_id: output.finish_reason for output in self.outputs if output.finish_reason is not None}
 
     def refusal(self, name: str) -> Exception | None:
-        return next(output.refusal for output in self.outputs if output.request_id == name and output.finish_reason is not None)
+        return next(refusal_of(output) for output in self.outputs if output.request_id == name and output.finish_reason is not None)
 
 
 class TestQueueBounds:
@@ -500,8 +500,8 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     engine = bench.engine
     kept = {
         "queued": engine._admission._shedding._sequences._heap,  # pyright: ignore[reportAttributeAccessIssue]
-        "timeouts": engine._queue_timeouts._sequences._heap,
-        "deadlines": engine._deadlines._sequences._heap,
+        "timeouts": engine._time_limits._queue_timeouts._sequences._heap,
+        "deadlines": engine._time_limits._deadlines._sequences._heap,
     }
     assert all(len(entries) <= 257 for entries in kept.values()), {name: len(entries) for name, entries in kept.items()}
     assert not engine._generations and not engine.has_work

@@ -12,7 +12,7 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
 from jaxserve.plan.roofline import Split, rank_work
-from tests.engine_host.fakes import FakeRunner
+from tests.engine_host.fakes import FakeRunner, results_of
 from tests.engine_host.test_scheduler import make_sequence, run_to_end
 
 DOUBLE_AT_100 = ContextCost(((1000.0, 0.01),))
@@ -78,17 +78,18 @@ def test_only_decodes_shorten_chunks() -> None:
         while True:
             step = scheduler.schedule()
             (chunk,) = (row for row in step.sequences if row.sequence.request.request_id == "long")
-            if chunk.samples:
+            if chunk.num_samples:
                 return lengths
             lengths.append(chunk.num_tokens)
-            scheduler.update(step, [0] * len(step.sequences))
+            scheduler.update(step, results_of(step, 0))
 
     alone = scheduler()
     alone.add(make_sequence("long", 500, 1))
     assert chunks(alone) == [64] * 7
     beside = scheduler()
     beside.add(make_sequence("short", 1, 200))
-    beside.update(beside.schedule(), [0])
+    first = beside.schedule()
+    beside.update(first, results_of(first))
     beside.add(make_sequence("long", 500, 1))
     lengths = chunks(beside)
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 64 and lengths[-1] < 64 / 4, "the one who decodes is on the other rank"

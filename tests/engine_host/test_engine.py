@@ -15,7 +15,7 @@ from jaxserve.engine.engine import Engine, fold_seed
 from jaxserve.engine.requests.params import resolve_params
 from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError, ReaderTimeoutError
 from jaxserve.request import RequestOutput, SamplingParams, Usage
-from tests.engine_host.fakes import EOS, VOCAB_SIZE, FakeRunner, FakeTokenizer, fake_engine, fake_spec, plain_run, scripted
+from tests.engine_host.fakes import EOS, VOCAB_SIZE, FakeRunner, FakeTokenizer, fake_engine, fake_spec, plain_run, refusal_of, scripted
 
 
 def finish_all(engine: Engine) -> dict[str, list[RequestOutput]]:
@@ -104,7 +104,7 @@ class TestDoor:
             add(engine, [1], "same")
 
     def test_impossible_settings(self) -> None:
-        with pytest.raises(ConfigError, match=r"model.max_model_len must be in \[2, 128\].*got 129"):
+        with pytest.raises(ConfigError, match=r"^model.max_model_len is 129; must be in \[2, 128\], the limit of model$"):
             Engine(FakeRunner(), FakeTokenizer(), fake_spec(128), Config(model=ModelConfig(max_model_len=129)))  # pyright: ignore[reportArgumentType]
         with pytest.raises(ModelError, match="sampling defaults of m cannot be used: top_p"):
             Engine(FakeRunner(max_num_seqs=32), FakeTokenizer(), fake_spec(), Config(), model_name="m", sampling_defaults={"top_p": 2.0})  # pyright: ignore[reportArgumentType]
@@ -231,7 +231,7 @@ class TestFaults:
         engine.step()
         runner.errors = [RuntimeError("device on fire")]
         outputs = engine.step()
-        assert {(output.request_id, output.finish_reason, output.error) for output in outputs} == {
+        assert {(output.request_id, output.finish_reason, str(refusal_of(output))) for output in outputs} == {
             (request_id, "error", "RuntimeError: device on fire") for request_id in (first, second)
         }
         engine.check_integrity()
@@ -263,7 +263,7 @@ class TestFaults:
         monkeypatch.setattr(engine.tokenizer, "detokenizer", lambda *_, **__: Broken(), raising=False)
         broken = add(engine, [1], max_tokens=3)
         outputs = finish_all(engine)
-        assert (outputs[broken][-1].finish_reason, outputs[broken][-1].error) == ("error", "ValueError: no such text")
+        assert (outputs[broken][-1].finish_reason, str(refusal_of(outputs[broken][-1]))) == ("error", "ValueError: no such text")
         assert outputs[healthy][-1].finish_reason == "length"
 
     def test_a_dead_runner_is_not_hidden(self) -> None:
@@ -316,12 +316,12 @@ class TestPause:
         engine.pause(late)
         now_s += 0.1
         (output,) = engine.step()
-        assert output.request_id == lost and isinstance(output.refusal, ReaderTimeoutError)
+        assert output.request_id == lost and isinstance(refusal_of(output), ReaderTimeoutError)
         assert engine.step() == [] and engine.idle_s == pytest.approx(9.9)
         engine.resume(late)
         assert finish_all(engine)[late][-1].finish_reason == "length"
         engine.check_integrity()
-        assert engine.stats().refused["reader_timeout"] == 1 and not engine._paused
+        assert engine.stats().refused["reader_timeout"] == 1 and engine._time_limits.next_s == math.inf
 
     def test_what_is_paused_for_ever_ends_only_if_it_must(self) -> None:
         engine = fake_engine(engine=EngineConfig(reader_timeout_s=None))
@@ -330,7 +330,7 @@ class TestPause:
         engine.pause(request_id)
         assert engine.step() == [] and engine.idle_s == math.inf
         engine.abort(request_id)
-        assert not engine._paused
+        assert engine._time_limits.next_s == math.inf
 
     def test_its_time_is_no_time_between_tokens(self) -> None:
         now_s = 100.0

@@ -16,7 +16,7 @@ from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
 from jaxserve.engine.scheduling.chunking import Chunking, ContextCost
 from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
+from jaxserve.engine.scheduling.sequence import Lag, Sequence, SequenceStatus
 from jaxserve.request import Request, RequestOptions, SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeStep, plain_run
 
@@ -91,6 +91,7 @@ class Histories(RuleBasedStateMachine):
         self.num_added += 1
         request = Request(request_id=f"s{self.num_added}", prompt_token_ids=prompt, params=SamplingParams(), options=options, arrival_s=self.now_s)
         sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=(options.cache_salt or "").encode())
+        sequence.lag = Lag.SITS_OUT if self.num_added % 8 == 0 else Lag.NONE
         self.live.append(sequence)
         self.scheduler.add(sequence)
         self._count("add")
@@ -182,10 +183,13 @@ class Histories(RuleBasedStateMachine):
         if len(self.in_flight) == self.depth:
             self.fetch()
         in_flight = {row.sequence for schedule, _ in self.in_flight for row in schedule.sequences}
-        first = [rank.running[0] for rank in self.scheduler.ranks if rank.running and rank.running[0] not in in_flight]
+        first = [rank.running[0] for rank in self.scheduler.ranks if rank.running and rank.running[0].num_pending_tokens]
         self.now_s += 1.0
         before, swaps = self.scheduler.num_evicted_pages, self.scheduler.num_swap_outs
         schedule = self.scheduler.schedule(self.now_s)
+        ahead = [row.sequence for row in schedule.sequences if row.start >= len(row.sequence.token_ids)]
+        assert all(sequence.lag is Lag.NONE for sequence in ahead)
+        self._count("ahead", len(ahead))
         if schedule.sequences:
             assert all(rank.num_tokens <= self.max_tokens for rank in schedule.ranks)
             self.in_flight.append((schedule, self.runner.dispatch(schedule)))
@@ -201,7 +205,11 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def fetch(self) -> None:
         schedule, step = self.in_flight.popleft()
-        for sequence in self.scheduler.update(schedule, step.fetch()):
+        for sequence, result in self.scheduler.update(schedule, step.fetch()):
+            assert sequence in self.live and len(result.token_ids) == 1
+            if sequence.token_ids[-1] % 16 == 0:  # as a stop would: known only now, when a step behind it may be under way
+                sequence.max_tokens = sequence.num_generated_tokens
+                self._count("stop", bool(sequence.num_in_flight))
             if sequence.num_generated_tokens == sequence.max_tokens:
                 self.scheduler.finish(sequence, "length")
                 self.live.remove(sequence)
@@ -219,6 +227,8 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.num_added > 30)
     @rule()
     def lose_pools(self) -> None:
+        for schedule, _ in self.in_flight:
+            self.scheduler.lose(schedule)
         self.in_flight.clear()
         self.runner.lose_pools()
         self.scheduler.forget_pools()
@@ -262,7 +272,7 @@ def _state(sequence: Sequence) -> str:
     if sequence.status in (SequenceStatus.SWAPPED, SequenceStatus.PAUSED):
         return sequence.status.value
     if sequence.status is SequenceStatus.RUNNING:
-        return "prefilling" if sequence.num_computed_tokens < sequence.num_prompt_tokens else "decoding"
+        return "prefilling" if sequence.num_scheduled_tokens < sequence.num_prompt_tokens else "decoding"
     return "preempted" if sequence.num_preemptions else "queued"
 
 
@@ -273,5 +283,5 @@ def test_histories(num_histories: int, least: int) -> None:
     options = settings(max_examples=num_histories, stateful_step_count=50, deadline=None, derandomize=True, database=None)
     run_state_machine_as_test(Histories, settings=options)
     counts = Histories.counts
-    wanted = {"events": 20_000} | dict.fromkeys(["preempt", "swap", "evict", "copy", *(f"abort {state}" for state in STATES)], least)
+    wanted = {"events": 20_000} | dict.fromkeys(["preempt", "swap", "evict", "copy", "ahead", "stop", *(f"abort {state}" for state in STATES)], least)
     assert not {kind: counts[kind] for kind, number in wanted.items() if counts[kind] < number}

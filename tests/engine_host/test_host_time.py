@@ -5,6 +5,7 @@ The production loop; only the device is missing. Times are in ``jaxserve bench s
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import time
@@ -12,21 +13,32 @@ from typing import Literal
 
 import pytest
 
-from jaxserve.config import CacheConfig, Config, SchedulerConfig
+from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
-from jaxserve.engine.scheduling.schedule import Schedule
-from jaxserve.engine.step.batch import BatchBuilder, make_buckets
+from jaxserve.engine.scheduling.schedule import Schedule, SequenceResult
+from jaxserve.engine.step.batch import BatchBuilder
+from jaxserve.engine.step.buckets import make_buckets
 from jaxserve.request import SamplingParams
-from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_spec
+from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_spec, results_of
 from tests.instructions import count_instructions, peak_bytes
 
 PAGE_SIZE = 16
 MOST_ROWS = 256
-MOST_INSTRUCTIONS_A_ROW, MOST_INSTRUCTIONS_A_STEP = 600, 3000
+MOST_INSTRUCTIONS_A_ROW, MOST_INSTRUCTIONS_A_STEP = 700, 3000
 """Bytecode instructions of a decode, and those of a step apart from its rows."""
 MOST_BYTES_A_ROW = 400
 """Held on the way of a step, for each of its rows."""
+
+
+@dataclasses.dataclass
+class NoStep:
+    results: list[SequenceResult]
+    num_bucket_tokens: int = MOST_ROWS
+    num_bucket_sequences: int = MOST_ROWS
+
+    def fetch(self) -> list[SequenceResult]:
+        return self.results
 
 
 class NoDevice(FakeRunner):
@@ -36,15 +48,10 @@ class NoDevice(FakeRunner):
         super().__init__(num_pages=num_pages, page_size=PAGE_SIZE, max_num_seqs=MOST_ROWS)
         buckets = make_buckets((4096,), (MOST_ROWS,), max_tokens=4096, max_rows=MOST_ROWS, table_width=4096 // PAGE_SIZE)
         self._builder = BatchBuilder(buckets, max_num_seqs=MOST_ROWS)
-        self.num_bucket_tokens = self.num_bucket_sequences = MOST_ROWS
 
-    def dispatch(self, schedule: Schedule) -> NoDevice:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def dispatch(self, schedule: Schedule) -> NoStep:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._builder.build(schedule)
-        self._num_rows = len(schedule.sequences)
-        return self
-
-    def fetch(self) -> list[int]:
-        return [65] * self._num_rows
+        return NoStep(results_of(schedule, 65))
 
 
 def make_engine(max_num_seqs: int, *, prefix: Literal["radix", "hash"] = "radix", num_pages: int = 20_000) -> Engine:
@@ -52,6 +59,7 @@ def make_engine(max_num_seqs: int, *, prefix: Literal["radix", "hash"] = "radix"
     config = Config(
         cache=CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages, prefix=prefix),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=4096, max_queued_requests=None, chunk_by="tokens"),
+        engine=EngineConfig(overlap=True),
     )
     return Engine(runner, FakeTokenizer(), fake_spec(4096), config, seed=0, clock=lambda: 0.0)  # pyright: ignore[reportArgumentType]
 

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.engine.requests.output import Delta, OutputProcessor, StopMatcher
+from jaxserve.engine.requests.output import Delta, OutputProcessor, StopMatcher, TextMaker, TokenRules
 from jaxserve.request import SamplingParams
 from tests.engine_host.fakes import EOS, SPECIAL, FakeTokenizer
 
@@ -18,10 +18,10 @@ def run(text: str | list[int], max_tokens: int = 1000, **fields: object) -> list
     """The deltas of a generation of these tokens (bytes), up to its end."""
     params = SamplingParams(**fields)  # pyright: ignore[reportArgumentType]
     detokenizer = FakeTokenizer().detokenizer((), skip_special_tokens=params.skip_special_tokens)
-    processor = OutputProcessor(params, detokenizer, frozenset({EOS}), max_tokens)
+    processor = OutputProcessor(TokenRules(params, frozenset({EOS}), max_tokens), TextMaker(params, detokenizer))
     deltas: list[Delta] = []
     for token_id in text.encode() if isinstance(text, str) else text:
-        deltas.append(processor.push(token_id))
+        deltas.append(processor.push((token_id,)))
         if deltas[-1].finish_reason is not None:
             return deltas
     return deltas
@@ -150,6 +150,7 @@ class TestText:
         assert summary(run("a😀", 3)) == ("a\ufffd", "length", None, 3)
 
     def test_an_abort_stays_one(self) -> None:
-        processor = OutputProcessor(SamplingParams(stop=("\ufffd",)), FakeTokenizer().detokenizer(()), frozenset(), 9)
-        processor.push(0xE2)
+        params = SamplingParams(stop=("\ufffd",))
+        processor = OutputProcessor(TokenRules(params, frozenset(), 9), TextMaker(params, FakeTokenizer().detokenizer(())))
+        processor.push((0xE2,))
         assert processor.finish("abort") == Delta("", "abort")

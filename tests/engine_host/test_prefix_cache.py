@@ -265,7 +265,7 @@ class TestInTheScheduler:
         while scheduler.has_work:
             schedule = scheduler.schedule()
             num_tokens += sum(rank.num_tokens for rank in schedule.ranks)
-            for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+            for sequence, _ in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
                 if sequence.num_generated_tokens == sequence.max_tokens:
                     scheduler.finish(sequence, "length")
             scheduler.check_integrity()

@@ -14,6 +14,7 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.engine.scheduling.waiting_queue import WaitingQueue
 from jaxserve.request import Request, RequestOptions, SamplingParams
+from tests.engine_host.fakes import results_of
 
 
 def make_sequence(name: str, *, arrival_s: float = 0.0, prompt_len: int = 1, max_tokens: int = 1, **options: Any) -> Sequence:
@@ -29,7 +30,7 @@ def make_scheduler(*, weights: dict[str, float] | None = None, num_ranks: int = 
 def step(scheduler: Scheduler, now_s: float = 0.0) -> list[str]:
     """Runs a step. Returns the names of those that took part."""
     schedule = scheduler.schedule(now_s)
-    for sequence in scheduler.update(schedule, [0] * len(schedule.sequences)):
+    for sequence, _ in scheduler.update(schedule, results_of(schedule, 0)):
         if sequence.num_generated_tokens == sequence.max_tokens:
             scheduler.finish(sequence, "length")
     scheduler.check_integrity()
@@ -76,14 +77,15 @@ class TestOrders:
         scheduler = Scheduler(5, 4, SchedulerConfig(max_num_seqs=2, max_tokens_per_step=64, order="priority"))
         idle, urgent = make_sequence("idle", prompt_len=8, max_tokens=8, priority=5), make_sequence("urgent", prompt_len=8, max_tokens=8)
         scheduler.add(idle)
-        scheduler.schedule()
-        scheduler.update(scheduler.schedule(), [])
+        for _ in range(2):
+            first = scheduler.schedule()
+            scheduler.update(first, results_of(first))
         scheduler.add(urgent)
         preempted: list[Sequence] = []
         for _ in range(6):
             schedule = scheduler.schedule()
             preempted += schedule.preempted
-            scheduler.update(schedule, [0] * len(schedule.sequences))
+            scheduler.update(schedule, results_of(schedule, 0))
         assert preempted == [idle]
 
 

@@ -13,10 +13,10 @@ from jaxserve.engine.pages.pool import PagePool
 from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
 from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
+from jaxserve.engine.scheduling.sequence import Lag, Sequence, SequenceStatus
 from jaxserve.engine.scheduling.waiting_queue import WaitingQueue
 from jaxserve.request import Request, SamplingParams
-from tests.engine_host.fakes import FakeRunner, plain_run
+from tests.engine_host.fakes import FakeRunner, plain_run, results_of
 
 
 def make_sequence(name: str, prompt_len: int, max_tokens: int, seed: int = 0) -> Sequence:
@@ -30,7 +30,7 @@ def make_scheduler(num_pages: int = 16, page_size: int = 4, max_num_seqs: int = 
 
 
 def shape(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
-    return [(row.sequence.request.request_id, row.start, row.num_tokens, row.samples) for row in schedule.sequences]
+    return [(row.sequence.request.request_id, row.start, row.num_tokens, row.num_samples) for row in schedule.sequences]
 
 
 def run_to_end(scheduler: Scheduler, runner: FakeRunner, *, max_steps: int = 2000) -> None:
@@ -39,7 +39,7 @@ def run_to_end(scheduler: Scheduler, runner: FakeRunner, *, max_steps: int = 200
         if not scheduler.has_work:
             return
         schedule = scheduler.schedule()
-        for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+        for sequence, _ in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
             if sequence.num_generated_tokens == sequence.max_tokens:
                 scheduler.finish(sequence, "length")
         scheduler.check_integrity()
@@ -88,13 +88,13 @@ class TestPolicy:
         scheduler.add(long)
         schedule = scheduler.schedule()
         assert shape(schedule) == [("short", 0, 3, True), ("long", 0, 5, False)]
-        scheduler.update(schedule, [1, 1])
+        scheduler.update(schedule, results_of(schedule, 1))
         schedule = scheduler.schedule()
         assert shape(schedule) == [("short", 3, 1, True), ("long", 5, 7, False)]
         assert (schedule.ranks[0].num_decodes, schedule.ranks[0].num_tokens) == (1, 8)
-        scheduler.update(schedule, [1, 1])
+        scheduler.update(schedule, results_of(schedule, 1))
         schedule = scheduler.schedule()
-        scheduler.update(schedule, [1, 1])
+        scheduler.update(schedule, results_of(schedule, 1))
         schedule = scheduler.schedule()
         assert shape(schedule) == [("short", 5, 1, True), ("long", 19, 1, True)]
         assert schedule.ranks[0].num_decodes == 2
@@ -131,7 +131,7 @@ class TestPolicy:
             schedules.append(scheduler.schedule())
         assert [schedule.preempted for schedule in schedules] == [(), (), (young,)]
         scheduler.update(schedules[-1], runner.dispatch(schedules[-1]).fetch())
-        assert (young.status, young.num_generated_tokens, young.num_computed_tokens) == (SequenceStatus.WAITING, 2, 0)
+        assert (young.status, young.num_generated_tokens, young.num_scheduled_tokens) == (SequenceStatus.WAITING, 2, 0)
         assert scheduler.num_preemptions == young.num_preemptions == 1
         run_to_end(scheduler, runner)
         for sequence in (old, young):
@@ -147,26 +147,62 @@ class TestPolicy:
         assert [sequence.finish_reason for sequence in sequences] == ["length", "length"]
         assert sum(sequence.num_preemptions for sequence in sequences) <= 2, "thrashing"
 
-    def test_a_position_sampled_twice_counts_once(self) -> None:
+    def test_a_token_in_flight_outlives_the_pages(self) -> None:
+        """A sequence that has lost its pages gets its token, and waits for it before it begins anew: no position is sampled twice."""
         scheduler = make_scheduler()
         sequence = make_sequence("s", 3, 4)
         scheduler.add(sequence)
         first = scheduler.schedule()
         scheduler.forget_pools()
-        again = scheduler.schedule()
-        assert shape(first) == shape(again) == [("s", 0, 3, True)]
-        assert scheduler.update(first, [5]) == [sequence]
-        assert scheduler.update(again, [5]) == []
-        assert shape(scheduler.schedule()) == [("s", 3, 1, True)]
-        assert sequence.num_generated_tokens == 1
+        assert shape(first) == [("s", 0, 3, 1)] and shape(scheduler.schedule()) == []
+        assert [(grown, result.token_ids) for grown, result in scheduler.update(first, results_of(first, 5))] == [(sequence, [5])]
+        assert shape(scheduler.schedule()) == [("s", 0, 4, 1)]
 
-    def test_a_sequence_whose_token_is_unknown_sits_out(self) -> None:
+    def test_a_step_is_scheduled_on_tokens_in_flight(self) -> None:
         scheduler = make_scheduler(max_tokens_per_step=8)
-        scheduler.add(make_sequence("short", 3, 4))
+        short = make_sequence("short", 3, 3)
+        scheduler.add(short)
         scheduler.add(make_sequence("long", 12, 4))
-        assert shape(scheduler.schedule()) == [("short", 0, 3, True), ("long", 0, 5, False)]
-        assert shape(scheduler.schedule()) == [("long", 5, 7, True)]
-        assert shape(scheduler.schedule()) == []
+        first, second, third = (scheduler.schedule() for _ in range(3))
+        assert shape(first) == [("short", 0, 3, 1), ("long", 0, 5, 0)]
+        assert shape(second) == [("short", 3, 1, 1), ("long", 5, 7, 1)]
+        assert shape(third) == [("short", 4, 1, 1), ("long", 12, 1, 1)]
+        assert (short.num_generated_tokens, short.num_in_flight, short.num_tokens) == (0, 3, 6)
+        assert shape(scheduler.schedule()) == [("long", 13, 1, 1)], "max_tokens is known: no step is spent on a token behind the last"
+        for schedule in (first, second, third):
+            scheduler.update(schedule, results_of(schedule, 7))
+            scheduler.check_integrity()
+        assert short.token_ids[3:] == [7, 7, 7] and short.num_in_flight == 0
+
+    @pytest.mark.parametrize("lag", [Lag.SITS_OUT, Lag.HOLDS_STEP])
+    def test_a_sequence_that_needs_its_token_known_sits_out(self, lag: Lag) -> None:
+        scheduler = make_scheduler(max_tokens_per_step=8)
+        strict = make_sequence("strict", 3, 4)
+        strict.lag = lag
+        scheduler.add(strict)
+        scheduler.add(make_sequence("other", 4, 4))
+        first = scheduler.schedule()
+        assert shape(first) == [("strict", 0, 3, 1), ("other", 0, 4, 1)]
+        assert scheduler.is_held == (lag is Lag.HOLDS_STEP)
+        second = scheduler.schedule()
+        assert shape(second) == [("other", 4, 1, 1)]
+        scheduler.update(first, results_of(first))
+        assert not scheduler.is_held
+        assert shape(scheduler.schedule()) == [("strict", 3, 1, 1), ("other", 5, 1, 1)]
+        scheduler.update(second, results_of(second))
+        scheduler.finish(strict, "abort")
+        assert not scheduler.is_held and scheduler._num_holding == 0
+
+    def test_what_a_lost_step_was_to_give_is_computed_again(self) -> None:
+        scheduler = make_scheduler()
+        sequence = make_sequence("s", 3, 4)
+        scheduler.add(sequence)
+        schedules = [scheduler.schedule(), scheduler.schedule()]
+        for schedule in schedules:
+            scheduler.lose(schedule)
+        scheduler.forget_pools()
+        scheduler.check_integrity()
+        assert shape(scheduler.schedule()) == [("s", 0, 3, 1)]
 
     def test_the_same_events_give_the_same_schedules(self) -> None:
         def history() -> list[object]:
@@ -178,7 +214,7 @@ class TestPolicy:
             while scheduler.has_work:
                 schedule = scheduler.schedule()
                 seen.append((shape(schedule), [(row.sequence.slot, tuple(row.sequence.page_ids)) for row in schedule.sequences]))
-                for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+                for sequence, _ in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
                     if sequence.num_generated_tokens == sequence.max_tokens:
                         scheduler.finish(sequence, "length")
             return seen
@@ -202,7 +238,7 @@ class TestPolicy:
             scheduler.add(make_sequence(f"s{i}", 1, 9))
         for _ in range(3):
             schedule = scheduler.schedule()
-            scheduler.update(schedule, [1] * len(schedule.sequences))
+            scheduler.update(schedule, results_of(schedule, 1))
         assert Counted.num_peeks == 3 + 2
 
 
@@ -239,7 +275,7 @@ class TestRanks:
         ranks: list[int] = []
         while scheduler.has_work:
             schedule = scheduler.schedule()
-            for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+            for sequence, _ in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
                 if sequence.num_generated_tokens == sequence.max_tokens:
                     scheduler.finish(sequence, "length")
             scheduler.check_integrity()
@@ -268,7 +304,7 @@ def test_tokens_do_not_depend_on_company(
         for _ in range(num_steps_before):
             schedule = scheduler.schedule()
             if schedule.sequences:
-                for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+                for sequence, _ in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
                     if sequence.num_generated_tokens == sequence.max_tokens:
                         scheduler.finish(sequence, "length")
         sequences.append(make_sequence(f"s{i}", prompt_len, max_tokens, seed))
@@ -301,7 +337,7 @@ class TestSwap:
         while scheduler.has_work:
             schedule = scheduler.schedule()
             num_tokens += schedule.ranks[0].num_tokens
-            for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+            for sequence, _ in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
                 if sequence.num_generated_tokens == 9:
                     scheduler.finish(sequence, "length")
             scheduler.check_integrity()
@@ -332,7 +368,7 @@ class TestSwap:
         while late.status is SequenceStatus.WAITING:
             assert young.status is SequenceStatus.SWAPPED
             schedule = scheduler.schedule()
-            for sequence in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
+            for sequence, _ in scheduler.update(schedule, runner.dispatch(schedule).fetch()):
                 if sequence is old and sequence.num_generated_tokens == 9:
                     scheduler.finish(sequence, "length")
             if young.status is SequenceStatus.RUNNING:

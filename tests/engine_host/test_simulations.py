@@ -13,7 +13,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduling.schedule import Schedule
 from jaxserve.errors import OverloadedError, QuotaExceededError
 from jaxserve.request import RequestOptions, RequestOutput, SamplingParams
-from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine
+from tests.engine_host.fakes import FakeRunner, FakeStep, fake_engine, refusal_of
 
 STEP_S, TOKEN_S = 0.010, 0.0002
 """A step, and each of its tokens: weights are read once, arithmetic grows."""
@@ -64,7 +64,7 @@ def simulate(arrivals: list[Arrival], *, num_pages: int = 4000, tenants: Tenants
         for output in outputs:
             result = ended[int(output.request_id)]
             result.token_times_s += [runner.now_s] * len(output.token_ids)
-            result.refusal = output.refusal
+            result.refusal = refusal_of(output)
 
     while position < len(ended) or engine.has_work:
         if not engine.has_work:

@@ -17,7 +17,7 @@ import pytest
 from jaxserve.engine.multihost.connections import admit, call, listen
 from jaxserve.engine.multihost.step_channel import SECRET_BYTES, StepReceiver, StepSender, Times
 from jaxserve.engine.scheduling.schedule import NO_MOVES, PageMoves
-from jaxserve.engine.step.batch import StepMessage
+from jaxserve.engine.step.batch import FILL_TOKENS, StepMessage
 from jaxserve.errors import HostLostError
 from tests.waiting import LIMIT_S, longer_and_longer
 
@@ -64,7 +64,9 @@ def open_channel(
 
 
 def step(bucket: int, moves: tuple[PageMoves, ...] = (NO_MOVES, NO_MOVES)) -> StepMessage:
-    return StepMessage(bucket, np.arange(2 * (bucket + 3), dtype=np.int32).reshape(2, -1) - 5, moves)
+    packed = np.arange(2 * (bucket + 3), dtype=np.int32).reshape(2, -1) - 5
+    fills = np.arange(bucket % 5 * 2 * (2 + FILL_TOKENS), dtype=np.int32).reshape(bucket % 5, 2, 2 + FILL_TOKENS)
+    return StepMessage(bucket, packed, moves, fills)
 
 
 def test_steps_arrive_as_they_were_sent() -> None:
@@ -87,6 +89,7 @@ def test_steps_arrive_as_they_were_sent() -> None:
             for message, sent in zip(received, steps, strict=True):
                 np.testing.assert_array_equal(message.packed, sent.packed)
                 assert message.packed.dtype == np.int32
+                np.testing.assert_array_equal(message.fills, sent.fills)
                 assert tuple(message.moves) == sent.moves
         assert channel.leader_told.empty()
         assert all(told.empty() for told in channel.followers_told)

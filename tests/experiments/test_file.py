@@ -88,8 +88,8 @@ def test_a_target_makes_a_plan(tmp_path: Path) -> None:
     text = "settings: {model: llama-3.1-70b, load.batch: 8}\ncells: [{target: 'v6e:8', mesh: 'data=2'}, {target: 'h200:8', mesh: 'data=1,model=8'}]"
     first, second = read(tmp_path, text).cells
     assert (first.mode, str(first.target), first.load and first.load.batch) == ("plan", "v6e:2x4", 8)
-    assert first.mesh_on_target() == (2, 4)
-    assert second.mesh_on_target() == (1, 8)
+    assert str(first.mesh_on_target()) == "data=2,model=4"
+    assert str(second.mesh_on_target()) == "data=1,model=8"
     assert first.workload is None
 
 

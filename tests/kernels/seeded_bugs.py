@@ -9,7 +9,8 @@ from unittest import mock
 
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.kernels_pallas.proof.checked import check_case
+from jaxserve.kernels_pallas.proof.checked import check
+from jaxserve.kernels_pallas.ragged_paged_attention.proof.comparison import compare_checked
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_write import write_windows
 
@@ -51,13 +52,13 @@ class _OneMore:
         return self.ref[index] + 1
 
 
-def wrong_slot(windows: Any, first_page: Any, new_ref: Any, pool_ref: Any, scratch: Any) -> None:
+def wrong_row(windows: Any, first_page: Any, new_ref: Any, pool_ref: Any, scratch: Any) -> None:
     """New rows go one row too far within their tile."""
     write_windows(windows._replace(rows_W=_OneMore(windows.rows_W)), first_page, new_ref, pool_ref, scratch)
 
 
-BUGS = {bug.__name__: bug for bug in (missing_wait, page_out_of_range, wrong_slot)}
+BUGS = {bug.__name__: bug for bug in (missing_wait, page_out_of_range, wrong_row)}
 
 if __name__ == "__main__":
     case = next(case for case in CASES if case.name == "decode_only")
-    print(json.dumps(check_case(case, write_phase=BUGS[sys.argv[1]])))
+    print(json.dumps(check(case.name, lambda interpret: compare_checked(case, interpret, write_phase=BUGS[sys.argv[1]]))))

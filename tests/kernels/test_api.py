@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxserve.kernels_pallas.chips import CHIPS
-from jaxserve.kernels_pallas.proof.refusals import REFUSALS
 from jaxserve.kernels_pallas.ragged_paged_attention import api, gpu_tiles, tuned
 from jaxserve.kernels_pallas.ragged_paged_attention.contract import KERNEL_PAGE_SIZES
+from jaxserve.kernels_pallas.ragged_paged_attention.proof.refusals import REFUSALS
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import Case, make_inputs
 from jaxserve.kernels_pallas.ragged_paged_attention.tpu_tiles import Tiles, choose_tiles, decode_bytes, prefill_bytes, vmem_limit
 from jaxserve.kernels_pallas.target import Target, find_chip
@@ -45,9 +45,9 @@ def changed(field, index, value):
         ({"batch": changed("counts_2", 0, 2)}, r"row 1 is a decode and has 5 new tokens"),
         ({"batch": changed("counts_2", 1, 9)}, r"counts_2 is \[1, 9\]"),
         ({"batch": changed("query_starts_B1", 3, 99)}, r"query_starts_B1 is .*99.*at most 8"),
-        ({"batch": changed("slots_T", 0, -1)}, r"slots_T is -1 for new token 0 of row 0; its context length and page table imply \d+"),
-        ({"batch": changed("slots_T", 5, 3)}, r"slots_T is 3 for new token 4 of row 1"),
-        ({"batch": changed("slots_T", 6, 3)}, r"slots_T is 3 for a token that no row has; allowed are 112 and up"),
+        ({"batch": changed("entries_T", 0, -1)}, r"entries_T is -1 for new token 0 of row 0; its context length and page table imply \d+"),
+        ({"batch": changed("entries_T", 5, 3)}, r"entries_T is 3 for new token 4 of row 1"),
+        ({"batch": changed("entries_T", 6, 3)}, r"entries_T is 3 for a token that no row has; allowed are 112 and up"),
         ({"batch": changed("positions_T", 2, 27)}, r"positions_T is 27 for new token 1 of row 1; its context length and page table imply 26"),
         ({"implementation": "pallas_npu"}, r"'pallas_npu' is unknown; allowed are auto, reference, xla, pallas_tpu, pallas_gpu"),
         ({"layer": 2}, r"layer is 2; allowed are 0 to 1"),

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from jaxserve.kernels_pallas.proof.check import QUICK_CHECKED
-from jaxserve.kernels_pallas.proof.checked import small_cases
+from jaxserve.kernels_pallas.ragged_paged_attention.proof.registration import PROOF
 
 
 def run(module, *arguments, time_limit_s):
@@ -22,7 +21,7 @@ def run(module, *arguments, time_limit_s):
 
 @pytest.mark.parametrize(
     ("bug", "found"),
-    [("missing_wait", "wrong result|race|RACE"), ("page_out_of_range", "[Oo]ut-of-bounds"), ("wrong_slot", "wrong result")],
+    [("missing_wait", "wrong result|race|RACE"), ("page_out_of_range", "[Oo]ut-of-bounds"), ("wrong_row", "wrong result")],
 )
 def test_seeded_bugs_are_caught(bug, found):
     (result,) = run("tests.kernels.seeded_bugs", bug, time_limit_s=600)
@@ -31,14 +30,14 @@ def test_seeded_bugs_are_caught(bug, found):
 
 
 def test_kernels_are_clean():
-    names = QUICK_CHECKED[:3]
-    results = run("jaxserve.kernels_pallas.proof.checked", *names, time_limit_s=900)
+    names = PROOF.quick_checked_cases[:3]
+    results = run("jaxserve.kernels_pallas.proof.checked", PROOF.name, *names, time_limit_s=900)
     assert {result["name"] for result in results} == set(names)
     assert all(result["problem"] is None for result in results), results
 
 
 @pytest.mark.slow
 def test_kernels_are_clean_on_all_small_cases():
-    results = run("jaxserve.kernels_pallas.proof.checked", time_limit_s=1200)
-    assert len(results) == len(small_cases()) > 30
+    results = run("jaxserve.kernels_pallas.proof.checked", PROOF.name, time_limit_s=1200)
+    assert len(results) == len(PROOF.checked_cases) > 30
     assert all(result["problem"] is None for result in results), results

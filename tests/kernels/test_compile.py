@@ -8,6 +8,7 @@ import pytest
 from jaxserve.kernels_pallas.proof import targets
 from jaxserve.kernels_pallas.proof.check import compile_cells
 from jaxserve.kernels_pallas.proof.compiling import large_copies
+from jaxserve.kernels_pallas.ragged_paged_attention.proof.registration import PROOF
 
 
 def needs(target):
@@ -20,7 +21,7 @@ def needs(target):
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_the_op_compiles_in_place(target):
     needs(target)
-    cells = list(compile_cells(target, "quick"))
+    cells = list(compile_cells(PROOF, target, "quick"))
     assert len(cells) == 3
     assert all(cell.held for cell in cells), cells
 
@@ -30,7 +31,7 @@ def test_the_op_compiles_in_place(target):
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_every_combination_compiles(target):
     needs(target)
-    cells = list(compile_cells(target, "all"))
+    cells = list(compile_cells(PROOF, target, "all"))
     assert len(cells) == 30
     assert all(cell.held for cell in cells), [cell for cell in cells if not cell.held]
 
@@ -47,6 +48,25 @@ def test_whole_steps_of_large_models_compile(target, model):
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [report["kind"] for report in reports] == ["decode", "mixed"]
     assert all(report["in_place"] for report in reports), reports
+
+
+@pytest.mark.aot
+def test_no_program_of_a_gpu_has_a_conditional():
+    """The host would wait for the device at each. On two chips the sampler is the one of a split vocabulary."""
+    needs("h200")
+    done = subprocess.run(
+        targets.command("tests.kernels.step_programs", "h200:2"), env=targets.environment("h200"), capture_output=True, text=True, timeout=900, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(program["mesh"], program["sampling"]) for program in programs] == [
+        (mesh, sampling)
+        for mesh in ("data=1,model=1", "data=1,model=2")
+        for sampling in ("filtered", "greedy", "plain", "any")
+        if (mesh, sampling) != ("data=1,model=2", "any")
+    ]
+    for program in programs:
+        assert (program["conditionals"] > 0) == (program["sampling"] == "any"), program
 
 
 def test_copies_of_the_pool_are_seen():

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxserve.kernels_pallas.proof import numerics
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
+from jaxserve.kernels_pallas.ragged_paged_attention.proof import comparison
 from jaxserve.kernels_pallas.ragged_paged_attention.shapes import CASES, make_inputs
 
 NAMES = [name for name in IMPLEMENTATIONS if name != "reference"]
@@ -25,8 +25,8 @@ def parameter(case):
 @pytest.mark.parametrize("name", NAMES)
 def test_matches_the_reference(name, case):
     implementation = IMPLEMENTATIONS[name]
-    comparison = numerics.compare(implementation, case)
-    assert comparison.held, comparison
+    found = comparison.compare(implementation, case)
+    assert found.held, found
 
 
 def test_the_list_is_long_and_its_names_are_unique():
@@ -36,7 +36,7 @@ def test_the_list_is_long_and_its_names_are_unique():
 def test_the_reference_agrees_with_numpy():
     case = next(case for case in CASES if case.name == "window_soft_cap_sinks")
     inputs = make_inputs(case)
-    out, (k, v) = numerics.run(IMPLEMENTATIONS["reference"], case, inputs)
+    out, (k, v) = comparison.run(IMPLEMENTATIONS["reference"], case, inputs)
     pages = case.pool_shape().num_pages
     q = np.asarray(inputs.q_TNH, np.float64)
     for row, (new, length) in enumerate(zip(case.queries, case.contexts, strict=True)):

@@ -13,6 +13,7 @@ from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.sharding import check_layout, fit_kv_heads
 from jaxserve.models.spec import ModelSpec
+from jaxserve.sharding_rules import ShardingRules
 
 RULES = ShardingConfig()
 
@@ -20,8 +21,9 @@ RULES = ShardingConfig()
 def fit(name: str, data: int, model: int, *, replicate: bool = False, rules: ShardingConfig = RULES, **changes: Any) -> ModelSpec:
     """The checks in the order in which an engine makes them."""
     spec = dataclasses.replace(open_spec(name)[1], **changes)
-    fitted = fit_kv_heads(spec, MeshShape(data, model), rules, replicate=replicate)
-    check_layout(fitted, MeshShape(data, model), rules)
+    on_mesh = ShardingRules(rules, MeshShape(data, model))
+    fitted = fit_kv_heads(spec, on_mesh, replicate=replicate)
+    check_layout(fitted, on_mesh)
     return fitted
 
 

@@ -8,7 +8,7 @@ from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan.planner import Question, plan_layouts
 from jaxserve.plan.request import Load
-from jaxserve.plan.target import parse_target
+from jaxserve.plan.topology import parse_topology
 
 pytestmark = pytest.mark.aot
 
@@ -17,7 +17,7 @@ def plans(target, *meshes, chunk=2048):
     reason = targets.missing(target.split(":")[0])
     if reason is not None:
         pytest.skip(reason)
-    chosen = parse_target(target)
+    chosen = parse_topology(target)
     load = Load(batch=64, context=4096, chunk=chunk)
     question = Question(source="llama-3.1-70b", name="llama-3.1-70b", spec=open_spec("llama-3.1-70b")[1], config=load_config(), settings=(), load=load)
     return plan_layouts(question, [(chosen, mesh) for mesh in meshes or chosen.all_meshes()])

@@ -11,7 +11,7 @@ from jaxserve.plan.compile_layout import compile_step, compiler_words
 from jaxserve.plan.planner import Question
 from jaxserve.plan.request import LayoutRequest, Load
 from jaxserve.plan.roofline import Split
-from jaxserve.plan.target import Target
+from jaxserve.plan.topology import Topology
 from tests.engine.tiny import tiny_engine, tiny_spec
 from tests.plan.tiny import D, L, write_config
 
@@ -64,7 +64,7 @@ def test_the_planner_and_the_compiled_program_agree_on_bytes(tmp_path):
     source = write_config(tmp_path)
     question = Question(source=source, name="tiny", spec=open_spec(source)[1], config=load_config(overrides=SETTINGS), settings=SETTINGS, load=LOAD)
     mesh = MeshShape(2, 4)
-    split = question.split(Target(CHIPS_BY_NAME["v6e"], "2x4"), mesh)
+    split = question.split(Topology(CHIPS_BY_NAME["v6e"], "2x4"), mesh)
     arrays, _ = compiled(source, mesh, "decode")
     assert arrays == {"weights": sum(split.parameter_bytes().values()), "kv": question.pool_bytes(split)}
 

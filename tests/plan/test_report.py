@@ -12,7 +12,7 @@ from jaxserve.kernels_pallas.chips import GIB
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.plan import planner
 from jaxserve.plan.request import LayoutRequest
-from jaxserve.plan.target import parse_target
+from jaxserve.plan.topology import parse_topology
 
 MODEL = "llama-3.1-70b"
 
@@ -22,7 +22,7 @@ def fake_rows(module, arguments, environment, *, time_limit_s):
     request = LayoutRequest.from_json(arguments[0])
     spec, config = open_spec(request.source)[1], load_config(overrides=request.settings)
     question = planner.Question(source=request.source, name=MODEL, spec=spec, config=config, settings=request.settings, load=request.load)
-    target = parse_target(request.target)
+    target = parse_topology(request.target)
     split = question.split(target, request.mesh)
     weights, kv = sum(split.parameter_bytes().values()), question.pool_bytes(split)
     yield {"arrays": {"weights": weights, "kv": kv}, "attention": "pallas_tpu", "layers": "scan"}, ""

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from jaxserve.errors import ContextLengthError, EngineDeadError, EngineError, InvalidRequestError, to_data
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams, Usage
 
 BOS, EOS = 256, 257
@@ -125,7 +125,7 @@ class FakeAsyncEngine:
                     yield self._output(request, index, "", "abort")
                     return
                 if index == self.fail_after:
-                    yield self._output(request, index, "", "error", error="the step failed")
+                    yield self._output(request, index, "", "error", error=to_data(EngineError("the step failed")))
                     return
                 stop = letter if letter in request.params.stop else None
                 last = stop is not None or index == num_tokens - 1
@@ -144,7 +144,7 @@ class FakeAsyncEngine:
         ids = tuple(text.encode())
         return RequestOutput(request_id=request.request_id, token_ids=ids, text=text, finish_reason=reason, usage=usage, **{"stop_reason": None, **kw})
 
-    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+    async def abort(self, request_id: str, tenant: str | None = None) -> bool:
         self.aborted.append(request_id)
         if request_id in self.running:
             self.running[request_id].set()
@@ -178,7 +178,7 @@ class FakeAsyncEngine:
         while self.running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.005)
         for request_id in list(self.running):
-            self.abort(request_id)
+            await self.abort(request_id)
 
     def close(self) -> None:
         self.closed = True

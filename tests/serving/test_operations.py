@@ -25,7 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from jaxserve.cli.scrape import parse_page
 from jaxserve.config import Config, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.errors import ConfigError, OverloadedError
+from jaxserve.errors import ConfigError, OverloadedError, to_data
 from jaxserve.request import Request, RequestOptions, RequestOutput, RequestTimes, SamplingParams, Usage
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
@@ -152,8 +152,8 @@ def test_the_log_has_one_line_for_each_end_and_quotes_what_clients_wrote(caplog:
     log(request, ended(request, times=times))
     never_ran = RequestTimes(arrival_s=10.0, scheduled_s=None, first_token_s=None, last_token_s=None, finished_s=12.0)
     log(request, ended(request, times=never_ran, finish_reason="abort"))
-    log(request, ended(request, finish_reason="error", error="full", refusal=OverloadedError("full", retry_after_s=1.0)))
-    log(request, ended(request, finish_reason="error", error="KeyError: 'text of a prompt'"))
+    log(request, ended(request, finish_reason="error", error=to_data(OverloadedError("full", retry_after_s=1.0))))
+    log(request, ended(request, finish_reason="error", error=to_data(KeyError("text of a prompt"))))
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 4 and not any("\n" in line or "stop text" in line or "hidden" in line or "text of" in line for line in lines)
     first, aborted, refused, failed = map(fields_of, lines)

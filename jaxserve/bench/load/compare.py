@@ -16,7 +16,7 @@ from jaxserve.bench.load.http_client import HttpClient
 from jaxserve.bench.load.metrics import Metrics
 from jaxserve.bench.load.processes import CpuTimes, CpuUse, cpu_use, free_port, read_cpu, resident_mib, running
 from jaxserve.bench.load.session import Result, RunOptions, ServerOptions, Session, normalize_url, open_session
-from jaxserve.bench.load.target import RequestFailedError
+from jaxserve.bench.load.system_under_test import RequestFailedError
 from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import h11
 
 from jaxserve import __version__
-from jaxserve.bench.load.target import RequestFailedError
+from jaxserve.bench.load.system_under_test import RequestFailedError
 
 MAX_KEPT_BYTES = 4 * 1024 * 1024
 """Of an answer that is not streamed to its reader."""

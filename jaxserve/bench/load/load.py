@@ -1,4 +1,4 @@
-"""The load generator: sends a plan to a target, in an open or a closed loop, and records what came when. All times are the event loop's."""
+"""The load generator: sends a plan to a system under test, in an open or a closed loop, and records what came when. All times are the event loop's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from jaxserve.bench.load.target import Outcome, RequestFailedError, Stream, Target
+from jaxserve.bench.load.system_under_test import Outcome, RequestFailedError, Stream, SystemUnderTest
 from jaxserve.bench.workload.plan import PlannedRequest
 
 MAX_UNREACHABLE = 5
@@ -84,7 +84,7 @@ class Silent:
 
 async def run_load(
     sessions: Iterable[list[PlannedRequest]],
-    target: Target,
+    system: SystemUnderTest,
     *,
     concurrency: int | None = None,
     duration_s: float | None = None,
@@ -97,7 +97,7 @@ async def run_load(
 
     Args:
         sessions: Requests that run one after the other. In an open loop in order of arrival.
-        target: Where to.
+        system: Where to.
         concurrency: Closed loop of so many sessions at any time; ``None``: open loop, each session at its ``arrival_s``.
         duration_s: Of a closed loop: no session starts later. (An open loop's plan ends by itself.) A session that has started runs to its end.
         timeout_s: Of one request.
@@ -108,7 +108,7 @@ async def run_load(
     Returns:
         Also when the server goes away or ``stop`` is set, with what there was until then.
     """
-    generator = _Generator(target, timeout_s=timeout_s, keep_text=keep_text, observer=observer or Silent())
+    generator = _Generator(system, timeout_s=timeout_s, keep_text=keep_text, observer=observer or Silent())
     if concurrency is None:
         driving = generator.open_loop(sessions)
     else:
@@ -139,8 +139,8 @@ async def run_load(
 class _Generator:
     """One run in progress."""
 
-    def __init__(self, target: Target, *, timeout_s: float, keep_text: bool, observer: Observer) -> None:
-        self._target = target
+    def __init__(self, system: SystemUnderTest, *, timeout_s: float, keep_text: bool, observer: Observer) -> None:
+        self._system = system
         self._timeout_s = timeout_s
         self._keep_text = keep_text
         self._observer = observer
@@ -160,7 +160,7 @@ class _Generator:
 
     async def open_loop(self, sessions: Iterable[list[PlannedRequest]]) -> None:
         # Bodies are made before the clock starts: a long one takes milliseconds, in which nothing else would be read or sent.
-        prepared = [[(request, self._target.prepare(request)) for request in session] for session in sessions]
+        prepared = [[(request, self._system.prepare(request)) for request in session] for session in sessions]
         self._start()
         async with asyncio.TaskGroup() as tasks:
             for session in prepared:
@@ -174,7 +174,7 @@ class _Generator:
             while duration_s is None or self.elapsed_s() < duration_s:
                 if (session := next(sessions, None)) is None:
                     return
-                await self._run_session([(request, self._target.prepare(request)) for request in session])
+                await self._run_session([(request, self._system.prepare(request)) for request in session])
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(concurrency):
@@ -221,7 +221,7 @@ class _Generator:
         limit_s = request.cancel_after_s if leaves_first else self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._target.run(prepared, stream)
+                await self._system.run(prepared, stream)
         except TimeoutError:
             return ("cancelled", None) if leaves_first else ("timed_out", f"no complete answer within {self._timeout_s:g} s")
         except RequestFailedError as error:

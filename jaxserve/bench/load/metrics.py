@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from jaxserve.bench.load.load import Record, Run
-from jaxserve.bench.load.target import OUTCOMES
+from jaxserve.bench.load.system_under_test import OUTCOMES
 from jaxserve.errors import ConfigError
 
 PERCENTILES = (50, 90, 95, 99)

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxserve.bench.load.http_client import HttpClient
-from jaxserve.bench.load.openai_target import OpenAITarget, failure_of
-from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.load.openai_system import OpenAISystem, failure_of
+from jaxserve.bench.load.system_under_test import RequestFailedError, Stream
 from jaxserve.bench.workload.plan import PlannedRequest, Segment
 from jaxserve.bench.workload.prompts import WORDS, IdPrompts, PromptMaker, WordPrompts
 from jaxserve.errors import BenchmarkError
@@ -81,8 +81,8 @@ async def served_model(client: HttpClient, wanted: str | None, url: str) -> str:
     return names[0]
 
 
-async def negotiate(client: HttpClient, model: str, wishes: Wishes, tokenizer: Callable[[str], int] | None) -> OpenAITarget:
-    """A target that the server has answered once.
+async def negotiate(client: HttpClient, model: str, wishes: Wishes, tokenizer: Callable[[str], int] | None) -> OpenAISystem:
+    """The server as a system under test that has answered once.
 
     Args:
         client: Of the server.
@@ -93,7 +93,7 @@ async def negotiate(client: HttpClient, model: str, wishes: Wishes, tokenizer: C
     Raises:
         BenchmarkError: The server refuses even a plain request; the message is its own.
     """
-    probe = OpenAITarget(client, model, wishes.endpoint, WordPrompts(), {**wishes.fields, **wishes.required})
+    probe = OpenAISystem(client, model, wishes.endpoint, WordPrompts(), {**wishes.fields, **wishes.required})
     probe = await _settle_fields(probe, wishes)
     if wishes.endpoint == "completions" and wishes.prompts != "text":
         if await _takes_ids(probe):
@@ -103,7 +103,7 @@ async def negotiate(client: HttpClient, model: str, wishes: Wishes, tokenizer: C
     return dataclasses.replace(probe, prompts=await _text_prompts(probe, wishes, tokenizer))
 
 
-async def _settle_fields(probe: OpenAITarget, wishes: Wishes) -> OpenAITarget:
+async def _settle_fields(probe: OpenAISystem, wishes: Wishes) -> OpenAISystem:
     """Drops wished fields that the server refuses, one after the other where it names them, else all together."""
     while True:
         try:
@@ -119,7 +119,7 @@ async def _settle_fields(probe: OpenAITarget, wishes: Wishes) -> OpenAITarget:
             probe = dataclasses.replace(probe, fields={name: value for name, value in probe.fields.items() if name not in named})
 
 
-async def _takes_ids(probe: OpenAITarget) -> bool:
+async def _takes_ids(probe: OpenAISystem) -> bool:
     try:
         stream = await _ask(dataclasses.replace(probe, prompts=IdPrompts()))
     except RequestFailedError as error:
@@ -128,13 +128,13 @@ async def _takes_ids(probe: OpenAITarget) -> bool:
     return stream.prompt_tokens in (None, PROBE_LEN)
 
 
-async def _ask(target: OpenAITarget, segments: tuple[Segment, ...] = (Segment("probe", PROBE_LEN),)) -> Stream:
+async def _ask(system: OpenAISystem, segments: tuple[Segment, ...] = (Segment("probe", PROBE_LEN),)) -> Stream:
     stream = Stream()
-    await target.run(target.prepare(PlannedRequest(0, None, segments, output_len=2, session=0)), stream)
+    await system.run(system.prepare(PlannedRequest(0, None, segments, output_len=2, session=0)), stream)
     return stream
 
 
-async def _text_prompts(probe: OpenAITarget, wishes: Wishes, tokenizer: Callable[[str], int] | None) -> PromptMaker:
+async def _text_prompts(probe: OpenAISystem, wishes: Wishes, tokenizer: Callable[[str], int] | None) -> PromptMaker:
     """Words that are one token each by the tokenizer or the server's ``/tokenize``, less what server and template add by the server's own count."""
     count = _local_count(tokenizer) if tokenizer else await _server_count(probe)
     words, source = WORDS, "common words, taken to be a token each"
@@ -185,7 +185,7 @@ def _local_count(tokenizer: Callable[[str], int]) -> Count:
     return count
 
 
-async def _server_count(probe: OpenAITarget) -> Count | None:
+async def _server_count(probe: OpenAISystem) -> Count | None:
     async def count(text: str) -> int:
         for body in ({"model": probe.model, "prompt": text}, {"content": text}):  # vLLM and jaxserve, llama.cpp
             answer = await probe.client.request("POST", "/tokenize", json.dumps(body).encode())

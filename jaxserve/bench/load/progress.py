@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxserve.bench.load.load import Record
 from jaxserve.bench.load.metrics import output_tokens, ttft_s
-from jaxserve.bench.load.target import Stream
+from jaxserve.bench.load.system_under_test import Stream
 from jaxserve.bench.workload.plan import PlannedRequest
 from jaxserve.log import stderr_console
 

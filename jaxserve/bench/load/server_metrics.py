@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from jaxserve.bench.load.buckets import Buckets
 from jaxserve.bench.load.http_client import HttpClient
 from jaxserve.bench.load.metrics import PERCENTILES
-from jaxserve.bench.load.target import RequestFailedError
+from jaxserve.bench.load.system_under_test import RequestFailedError
 
 READ_TIMEOUT_S = 5.0
 

@@ -15,9 +15,9 @@ from jaxserve.bench.load.http_client import HttpClient
 from jaxserve.bench.load.load import Observer, Run, run_load
 from jaxserve.bench.load.metrics import Metrics, Slo, measure
 from jaxserve.bench.load.negotiation import Wishes, negotiate, served_model
-from jaxserve.bench.load.openai_target import OpenAITarget
+from jaxserve.bench.load.openai_system import OpenAISystem
 from jaxserve.bench.load.server_metrics import Samples, ServerFigures, compare_samples, read_samples
-from jaxserve.bench.load.target import RequestFailedError, Target
+from jaxserve.bench.load.system_under_test import RequestFailedError, SystemUnderTest
 from jaxserve.bench.workload.plan import plan, read_sources, request_limit
 from jaxserve.bench.workload.workload import Workload
 from jaxserve.errors import BenchmarkError, ConfigError
@@ -108,14 +108,14 @@ class Session:
     """A server that has answered.
 
     Args:
-        target: Takes the load.
+        system: Takes the load.
         info: For reports.
         read_metrics: Reads the server's own figures, ``None`` where it shows none.
         count_tokens: A local tokenizer's count of a text, where there is one: for lengths that come as texts, and to check what the server counts.
         runs: Numbers the runs; each has other prompts, so that what the server has cached of one does not help it in the next.
     """
 
-    target: Target
+    system: SystemUnderTest
     info: ServerInfo
     read_metrics: Callable[[], Any]
     count_tokens: Callable[[str], int] | None
@@ -148,7 +148,7 @@ class Session:
         if options.num_warmup:
             first = (requests[:1] for requests in sessions(workload.seed + WARMUP_SEED_OFFSET))
             warmup = [[dataclasses.replace(request, cancel_after_s=None) for request in requests] for requests in itertools.islice(first, options.num_warmup)]
-            warm = await run_load(warmup, self.target, concurrency=options.num_warmup, timeout_s=options.timeout_s, stop=stop)
+            warm = await run_load(warmup, self.system, concurrency=options.num_warmup, timeout_s=options.timeout_s, stop=stop)
             if not (stop and stop.is_set()):
                 _require_answers(warm, "warm-up")
         total = request_limit(workload)
@@ -159,7 +159,7 @@ class Session:
         async with self._watched() as figures:
             run = await run_load(
                 measured,
-                self.target,
+                self.system,
                 concurrency=workload.concurrency if workload.arrival == "closed" else None,
                 duration_s=workload.duration_s,
                 timeout_s=options.timeout_s,
@@ -222,13 +222,13 @@ async def open_session(options: ServerOptions, workload: Workload) -> AsyncGener
         shape = {"prefixed": workload.prefix_len > 0, "multi_turn": workload.turns > 1}
         wishes = Wishes(workload.endpoint, options.prompts, _wished_fields(options, workload), options.fields, **shape)
         try:
-            target: OpenAITarget = await negotiate(client, model, wishes, options.count_tokens)
+            system: OpenAISystem = await negotiate(client, model, wishes, options.count_tokens)
         except RequestFailedError as error:
             raise BenchmarkError(f"{url}: {error}") from None
         info = ServerInfo(
-            url, model, "openai" if workload.endpoint == "completions" else "openai-chat", target.prompts.source, target.prompts.exact, target.fields
+            url, model, "openai" if workload.endpoint == "completions" else "openai-chat", system.prompts.source, system.prompts.exact, system.fields
         )
-        yield Session(target, info, lambda: read_samples(client), options.count_tokens)
+        yield Session(system, info, lambda: read_samples(client), options.count_tokens)
     finally:
         await client.close()
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.bench.load.load import Observer, Record, Run, Silent
-from jaxserve.bench.load.target import Outcome, Stream
+from jaxserve.bench.load.system_under_test import Outcome, Stream
 from jaxserve.bench.workload.plan import PlannedRequest
 from jaxserve.bench.workload.prompts import IdPrompts
 from jaxserve.engine.engine import Engine
@@ -148,8 +148,8 @@ class _Driver:
             if output.finish_reason is None:
                 continue
             del self.under_way[output.request_id]
-            outcome: Outcome = "success" if output.error is None else "refused" if isinstance(output.refusal, _REFUSALS) else "error"
-            self._end(one, outcome, now_s, output.error, output)
+            outcome: Outcome = "success" if output.error is None else "refused" if issubclass(output.error.error_class, _REFUSALS) else "error"
+            self._end(one, outcome, now_s, None if output.error is None else output.error.message, output)
             if outcome == "success":  # a conversation does not go on from an answer that never came
                 self._go_on(one.session, now_s)
 

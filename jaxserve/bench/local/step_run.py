@@ -4,6 +4,7 @@
 # jax is not typed strictly.
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -42,7 +43,8 @@ def measure_steps(config: Config, shapes: Sequence[StepShape], *, context: int, 
     check_shapes(shapes, max_num_seqs=limits.max_num_seqs, max_tokens_per_step=limits.max_tokens_per_step, num_ranks=mesh.data)
     watch = Watch()
     ceilings = measure_ceilings(config.model.dtype)  # before the pool takes the memory
-    engine = build_engine(config, progress=progress)
+    alone = dataclasses.replace(config.engine, overlap=False)  # a step's parts are taken one after the other
+    engine = build_engine(dataclasses.replace(config, engine=alone), progress=progress)
     bench = StepBench(engine, repeats=repeats, context=context)
     measured: list[StepTimes] = []
     interrupted = False

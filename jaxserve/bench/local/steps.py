@@ -213,7 +213,7 @@ def _check_outputs(shape: StepShape, outputs: Sequence[RequestOutput]) -> None:
 def _check_errors(outputs: Sequence[RequestOutput]) -> None:
     for output in outputs:
         if output.error is not None:
-            raise BenchmarkError(f"a step failed: {output.error}")
+            raise BenchmarkError(f"a step failed: {output.error.message}")
 
 
 def shapes_of(batches: Sequence[int], prompts: Sequence[int], mixed: Sequence[tuple[int, int]]) -> Iterator[StepShape]:

@@ -34,10 +34,11 @@ class PageMover:
     def __init__(self, plan: PoolPlan, num_host_pages: int) -> None:
         self.num_host_pages = num_host_pages
         self._num_pages = plan.shape.num_pages
-        self._num_ranks, self._num_parts = plan.layout.shape
+        self._num_ranks = plan.layout.shape.data
+        self._num_parts = plan.layout.shape.size // self._num_ranks
         shape = plan.shape
         self._programs = _Programs(plan)
-        # Of each array of the pool: [ranks, host pages, model ranks, layers, rows of a page, …].
+        # Of each array of the pool: [ranks, host pages, devices of a rank, layers, rows of a page, …].
         self._host = [
             np.empty((self._num_ranks, num_host_pages, self._num_parts, shape.num_layers, *_page_rows(array, plan)), array.dtype)
             for array in jax.tree.leaves(plan.abstract())

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.device.page_mover import PAGES_A_CALL, PageMover
+from jaxserve.engine.device.slot_filler import SlotFiller
 from jaxserve.engine.programs.compiled_folder import CompileProgram, compile_program
 from jaxserve.engine.programs.plan import compile_all, lower_bucket
 from jaxserve.engine.programs.pool_plan import PoolPlan
-from jaxserve.engine.scheduling.schedule import PageMoves, RunnerCosts, Schedule
-from jaxserve.engine.step.batch import BatchBuilder, Bucket, Buckets, StepMessage, packed_batch
+from jaxserve.engine.scheduling.schedule import PageMoves, RunnerCosts, Schedule, SequenceResult
+from jaxserve.engine.step.batch import BatchBuilder, StepMessage, packed_batch
+from jaxserve.engine.step.buckets import Bucket, Buckets
 from jaxserve.engine.step.function import abstract_carry
+from jaxserve.engine.step.slot_state import SlotState
 from jaxserve.errors import EngineDeadError
 from jaxserve.mesh import EACH_RANK
 from jaxserve.models.model import Model
@@ -28,23 +31,29 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceStep:
-    """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own."""
+    """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own, and are on their way to the host."""
 
-    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, num_rows: Sequence[int], on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, schedule: Schedule, on_failure: Callable[[Exception], None]) -> None:
         self._token_ids_RB = token_ids_RB
-        self.num_bucket_tokens = bucket.num_tokens * len(num_rows)
-        self.num_bucket_sequences = bucket.num_rows * len(num_rows)
-        self._num_rows = num_rows
+        self._schedule = schedule
+        self.num_bucket_tokens = bucket.num_tokens * len(schedule.ranks)
+        self.num_bucket_sequences = bucket.num_rows * len(schedule.ranks)
         self._on_failure = on_failure
+        token_ids_RB.copy_to_host_async()
 
-    def fetch(self) -> list[int]:
-        """Waits for the step and returns one token id for each scheduled sequence, rank by rank."""
+    def fetch(self) -> list[SequenceResult]:
+        """Waits for the step and returns the result of each scheduled sequence, rank by rank."""
+        ranks = self._schedule.ranks
         try:
-            ranks = np.asarray(self._token_ids_RB).reshape(len(self._num_rows), -1)
+            token_ids_RB = np.asarray(self._token_ids_RB).reshape(len(ranks), -1).tolist()
         except Exception as error:
             self._on_failure(error)
             raise
-        return [token_id for rank, num_rows in zip(ranks, self._num_rows, strict=True) for token_id in rank[:num_rows].tolist()]
+        return [
+            SequenceResult([token_id] if scheduled.num_samples else [])
+            for rank, token_ids_B in zip(ranks, token_ids_RB, strict=True)
+            for scheduled, token_id in zip(rank.sequences, token_ids_B, strict=False)  # the rest of the bucket is padding
+        ]
 
 
 class DeviceRunner:
@@ -59,6 +68,7 @@ class DeviceRunner:
         num_host_pages: Pages of host memory for each data rank's swapped pages; 0 swaps nothing.
         compile_program: Compiles a bucket's step, or finds it compiled.
         on_step: Told of each step before it runs: the other processes run it too.
+        states: The wide state of each sequence slot.
 
     Attributes:
         num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
@@ -75,6 +85,7 @@ class DeviceRunner:
         num_host_pages: int = 0,
         compile_program: CompileProgram = compile_program,
         on_step: Callable[[StepMessage], None] | None = None,
+        states: Sequence[SlotState] = (),
     ) -> None:
         self.num_ranks = pool_plan.layout.shape.data
         self.num_pages = pool_plan.shape.num_pages
@@ -93,8 +104,10 @@ class DeviceRunner:
         self.layout = pool_plan.layout
         self._params = params
         self._pool_plan = pool_plan
-        self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs, num_ranks=self.num_ranks)
+        self._states = states
+        self._builder = BatchBuilder(buckets, max_num_seqs=max_num_seqs, num_ranks=self.num_ranks, fills=bool(states))
         self._mover = PageMover(pool_plan, num_host_pages)
+        self._filler = SlotFiller(states, self.layout, max_num_seqs)
         self._compile_program = compile_program
         self._on_step = on_step
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
@@ -115,6 +128,7 @@ class DeviceRunner:
         started = time.monotonic()
         compile_all(self.buckets, self._compile, progress)
         self._mover.warmup()
+        self._filler.warmup()
         if self.num_host_pages:
             self.costs = self._measure_costs()
         self._warm = True
@@ -122,14 +136,14 @@ class DeviceRunner:
 
     def dispatch(self, schedule: Schedule) -> DeviceStep:
         """Starts one step. If it fails, here or in ``fetch``, the pool's content is lost and a fresh one takes its place."""
-        bucket, packed = self._builder.build(schedule)
+        bucket, packed, fills = self._builder.build(schedule)
         moves = [rank.moves for rank in schedule.ranks]
         if self._on_step is not None:
-            self._on_step(StepMessage(self._bucket_index[bucket], packed, moves))
-        token_ids_RB = self.execute(bucket, packed, moves)
-        return DeviceStep(token_ids_RB, bucket, [len(rank.sequences) for rank in schedule.ranks], self._fail)
+            self._on_step(StepMessage(self._bucket_index[bucket], packed, moves, fills))
+        token_ids_RB = self.execute(bucket, packed, moves, fills)
+        return DeviceStep(token_ids_RB, bucket, schedule, self._fail)
 
-    def execute(self, bucket: Bucket, packed_RX: np.ndarray, moves: Sequence[PageMoves]) -> jax.Array:
+    def execute(self, bucket: Bucket, packed_RX: np.ndarray, moves: Sequence[PageMoves], fills_FRX: np.ndarray) -> jax.Array:
         """Starts one step from its packed batch: what each of several processes does.
 
         Returns:
@@ -151,6 +165,7 @@ class DeviceRunner:
         try:
             if any(moves):
                 self._pool = self._mover.apply(self._pool, moves)
+            self._carry = self._filler.apply(self._carry, fills_FRX)
             packed = self.layout.from_host(packed_RX, EACH_RANK)
             self._pool, self._carry, token_ids_RB = compiled(self._params, self._pool, self._carry, packed)
         except Exception as error:
@@ -169,13 +184,15 @@ class DeviceRunner:
         return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        compiled = self._compile_program(lower_bucket(self._model, self._params, self._pool_plan, bucket, max_num_seqs=self.max_num_seqs), bucket)
+        lowered = lower_bucket(self._model, self._params, self._pool_plan, bucket, max_num_seqs=self.max_num_seqs, states=self._states)
+        compiled = self._compile_program(lowered, bucket)
         self._compiled[bucket] = compiled
         return compiled
 
     def _measure_costs(self) -> RunnerCosts:
         """Times a full prefill step and swaps of pages, on a pool that holds nothing yet. The fastest of three each."""
-        bucket = max((bucket for bucket in self.buckets.all() if not bucket.decode_only), key=lambda bucket: bucket.num_tokens)
+        largest = max((bucket for bucket in self.buckets.all() if not bucket.decode_only), key=lambda bucket: bucket.num_tokens)
+        bucket = self.buckets.narrow(largest, ())
         num_tokens = min(bucket.num_tokens, self.num_pages * self.page_size, bucket.table_width * self.page_size)
         packed = packed_batch(bucket, num_rows=1, query_len=num_tokens, context_len=num_tokens, page_size=self.page_size, num_ranks=self.num_ranks)
         pages = [(page, page) for page in range(min(PAGES_A_CALL, self.num_pages, self.num_host_pages))]
@@ -206,6 +223,6 @@ class DeviceRunner:
     def _reset(self) -> None:
         self._pool: Any = None  # Before the new one is made: there may be no room for two.
         self._pool = self._pool_plan.allocate()
-        carry = abstract_carry(self.max_num_seqs, self.layout)
+        carry = abstract_carry(self.max_num_seqs, self.layout, self._states)
         shardings = jax.tree.map(lambda array: array.sharding, carry)
         self._carry = jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), carry), out_shardings=shardings)()

@@ -171,7 +171,7 @@ def follow(processes: Processes, runner: DeviceRunner) -> None:
     assert processes.receiver is not None
     buckets = runner.buckets.all()
     for message in processes.receiver.messages(runner.num_ranks):
-        runner.execute(buckets[message.bucket], message.packed, message.moves)
+        runner.execute(buckets[message.bucket], message.packed, message.moves, message.fills)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.engine.multihost.connections import SHAKE_S, admit, call, receive
 from jaxserve.engine.scheduling.schedule import PageMoves
-from jaxserve.engine.step.batch import StepMessage
+from jaxserve.engine.step.batch import FILL_TOKENS, StepMessage
 from jaxserve.errors import HostLostError
 
 SECRET_BYTES = 32
@@ -26,8 +26,8 @@ _FRAME = struct.Struct("<BI")
 """Kind, bytes that follow."""
 _STEP, _VALUE, _HEARTBEAT, _STOP, _FAILED, _LOST = range(1, 7)
 """What a frame is: a step, a JSON value, nothing, the clean end, the reason of another end. ``_LOST`` is never sent: a reader leaves it to who waits."""
-_STEP_HEADER = struct.Struct("<II")
-"""Bucket, bytes of the page copies; the packed batch is the rest."""
+_STEP_HEADER = struct.Struct("<III")
+"""Bucket, bytes of the page copies, bytes of the fills; the packed batch is the rest."""
 _MAX_BYTES = 2**28
 """No frame comes near it."""
 
@@ -95,7 +95,8 @@ class StepSender:
     def send(self, message: StepMessage) -> None:
         """Sends a step to every follower."""
         copies = np.array([(rank, *pair) for rank, moves in enumerate(message.moves) for pair in moves.copies], np.int32).tobytes()
-        self._send_all(_STEP, _STEP_HEADER.pack(message.bucket, len(copies)) + copies + message.packed.tobytes())
+        fills = message.fills.tobytes()
+        self._send_all(_STEP, _STEP_HEADER.pack(message.bucket, len(copies), len(fills)) + copies + fills + message.packed.tobytes())
 
     def gather(self, value: Any) -> list[Any]:
         """The value that each process gave, in the order of the hosts; waits for all. Every process must call it.
@@ -184,12 +185,14 @@ class StepReceiver:
             kind, data = self._peer.receive(_STEP, _STOP)
             if kind == _STOP:
                 break
-            bucket, copies_size = _STEP_HEADER.unpack_from(data)
+            bucket, copies_size, fills_size = _STEP_HEADER.unpack_from(data)
             copies_end = _STEP_HEADER.size + copies_size
+            fills_end = copies_end + fills_size
             copies = np.frombuffer(data[_STEP_HEADER.size : copies_end], np.int32).reshape(-1, 3).tolist()
-            packed = np.frombuffer(data[copies_end:], np.int32).reshape(num_ranks, -1)
+            fills = np.frombuffer(data[copies_end:fills_end], np.int32).reshape(-1, num_ranks, 2 + FILL_TOKENS)
+            packed = np.frombuffer(data[fills_end:], np.int32).reshape(num_ranks, -1)
             moves = [PageMoves(copies=tuple((source, to) for owner, source, to in copies if owner == rank)) for rank in range(num_ranks)]
-            yield StepMessage(bucket, packed, moves)
+            yield StepMessage(bucket, packed, moves, fills)
         self.close()
 
     def fail(self, reason: str) -> None:

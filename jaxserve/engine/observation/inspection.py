@@ -23,7 +23,7 @@ class SequenceView:
         age_s: Time since its arrival.
         num_prompt_tokens: Of its prompt.
         num_cached_tokens: Those of them found in the prefix cache; ``None`` before it has run.
-        num_computed_tokens: Tokens whose keys and values are there.
+        num_scheduled_tokens: Tokens whose keys and values are there.
         num_generated_tokens: So far.
         max_tokens: At most.
         num_pages: Pages held; while swapped, host pages.
@@ -38,7 +38,7 @@ class SequenceView:
     priority: int
     num_prompt_tokens: int
     num_cached_tokens: int | None
-    num_computed_tokens: int
+    num_scheduled_tokens: int
     num_generated_tokens: int
     max_tokens: int
     num_pages: int
@@ -137,7 +137,7 @@ def _view(sequence: Sequence, now_s: float) -> SequenceView:
         priority=options.priority,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
+        num_scheduled_tokens=sequence.num_scheduled_tokens,
         num_generated_tokens=sequence.num_generated_tokens,
         max_tokens=sequence.max_tokens,
         num_pages=len(sequence.page_ids) or len(sequence.host_page_ids),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from jaxserve.engine.scheduling.schedule import PendingStep, Schedule
+from jaxserve.engine.scheduling.schedule import PendingStep, Schedule, SequenceResult
 from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.request import FinishReason, RequestTimes
 
@@ -77,7 +76,7 @@ class Measurements:
         end_to_end_s: From arrival to the end, by the reason of the end; of every request that was taken and has ended.
         prompt_tokens: Of each such request.
         generated_tokens: Of each such request.
-        step_s: Steps of the engine: scheduling, device and output together.
+        step_s: Steps of the engine: scheduling, device and output together. Where steps overlap, from the end of one to the end of the next.
         step_host_s: Those parts of a step in which the device was not waited for.
         step_sequences: Sequences of a step.
         step_tokens: Tokens of a step.
@@ -123,20 +122,22 @@ class Meter:
         self._bucket_tokens = Histogram(COUNT_BOUNDS)
         self._last_tokens_s = 0.0
 
-    def tokens(self, sequences: SequenceOf[Sequence], now_s: float) -> None:
-        """Notes that each of these has one more token.
+    def tokens(self, grown: Iterable[tuple[Sequence, SequenceResult]], now_s: float) -> None:
+        """Notes that each of these has more tokens. Tokens that come together share the time since the one before them in equal parts.
 
         Most of a step's sequences also had one in the step before: their intervals are the same one, which is counted at once.
         """
         previous_s, num_steady = self._last_tokens_s, 0
-        for sequence in sequences:
-            last_s = sequence.last_token_s
-            if last_s == previous_s:
+        for sequence, result in grown:
+            last_s, num_tokens = sequence.last_token_s, len(result.token_ids)
+            if last_s == previous_s and num_tokens == 1:
                 num_steady += 1
             elif last_s is None:
                 self._token_after_none(sequence, now_s)
+                if num_tokens > 1:
+                    self._inter_token_s.observe(0.0, num_tokens - 1)
             else:
-                self._inter_token_s.observe(now_s - last_s)
+                self._inter_token_s.observe((now_s - last_s) / num_tokens, num_tokens)
             sequence.last_token_s = now_s
         if num_steady:
             self._inter_token_s.observe(now_s - previous_s, num_steady)
@@ -153,7 +154,7 @@ class Meter:
         Args:
             schedule: What ran.
             step: What it was padded to.
-            total_s: How long all of it took, scheduling and output included.
+            total_s: The engine's time that it took: steps that overlap share none.
             wait_s: How long of this the device was waited for.
         """
         self._step_s.observe(total_s)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
+from jaxserve.engine.scheduling.schedule import Runner
+from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.request import FinishReason
 
 RefusalReason = Literal["quota", "overload", "shed", "queue_timeout", "deadline", "reader_timeout"]
@@ -71,3 +74,51 @@ class EngineStats:
     prefix_miss_tokens: int
     finished: Mapping[FinishReason, int]
     refused: Mapping[RefusalReason, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """What an engine counts itself, since its start; the fields are those of :class:`EngineStats`."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    finished: Counter[FinishReason] = dataclasses.field(default_factory=Counter[FinishReason])
+    refused: Counter[RefusalReason] = dataclasses.field(default_factory=Counter[RefusalReason])
+
+    def snapshot(self, scheduler: Scheduler, runner: Runner, max_num_seqs: int) -> EngineStats:
+        """These counts and those of the scheduler and the runner; taken from another thread they may be a step apart.
+
+        Args:
+            scheduler: Of the engine.
+            runner: Of the engine.
+            max_num_seqs: Sequence slots of all data ranks.
+        """
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + scheduler.num_swapped + scheduler.num_paused,
+            num_swapped=scheduler.num_swapped,
+            num_paused=scheduler.num_paused,
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_pages=scheduler.num_pages,
+            num_free_pages=scheduler.num_free_pages,
+            num_cached_pages=scheduler.num_cached_pages,
+            num_idle_pages=scheduler.num_idle_pages,
+            page_bytes=runner.page_bytes,
+            max_num_seqs=max_num_seqs,
+            num_requests=self.num_requests,
+            num_preemptions=scheduler.num_preemptions,
+            num_swap_outs=scheduler.num_swap_outs,
+            num_steps=self.num_steps,
+            num_programs=runner.num_programs,
+            num_late_compiles=runner.num_late_compiles,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_evicted_pages=scheduler.num_evicted_pages,
+            num_page_copies=scheduler.num_page_copies,
+            prefix_hit_tokens=scheduler.num_hit_tokens,
+            prefix_miss_tokens=scheduler.num_miss_tokens,
+            finished={reason: self.finished[reason] for reason in get_args(FinishReason)},
+            refused={reason: self.refused[reason] for reason in get_args(RefusalReason)},
+        )

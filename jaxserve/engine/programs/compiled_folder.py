@@ -27,7 +27,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 from jaxserve import __version__
 from jaxserve.config import Config
 from jaxserve.engine.programs.manifest import PROGRAMS, Facts, Manifest, Program, differences, read_manifest, sections, sha256, write_manifest
-from jaxserve.engine.step.batch import Bucket
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.errors import ConfigError
 from jaxserve.models.spec import ModelSpec
 
@@ -46,8 +46,9 @@ def compile_program(lowered: jax.stages.Lowered, _bucket: Bucket) -> jax.stages.
 
 
 def program_name(bucket: Bucket) -> str:
-    """``decode_8`` or ``mixed_128x8``: unique among the buckets of an engine."""
-    return f"decode_{bucket.num_rows}" if bucket.decode_only else f"mixed_{bucket.num_tokens}x{bucket.num_rows}"
+    """``decode_8`` or ``mixed_128x8``, or ``decode_8_greedy`` where not every program samples for all rows: unique among the buckets of an engine."""
+    name = f"decode_{bucket.num_rows}" if bucket.decode_only else f"mixed_{bucket.num_tokens}x{bucket.num_rows}"
+    return name if bucket.sampling == "any" else f"{name}_{bucket.sampling}"
 
 
 def program_sha256(lowered: jax.stages.Lowered) -> str:

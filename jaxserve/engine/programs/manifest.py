@@ -11,17 +11,18 @@ from typing import Any, cast
 
 import yaml
 
-from jaxserve.config import Config, load_config, to_yaml
+from jaxserve.config import Config, ShardingConfig, load_config, to_yaml
 from jaxserve.errors import ConfigError
+from jaxserve.mesh_axes import MESH_AXES, axis_names
 
 MANIFEST = "manifest.json"
 PROGRAMS = "programs"
 FORMAT = 1
 
 COMPILED_KEYS = (
-    "model.dtype", "model.max_model_len", "mesh.data", "mesh.model", "mesh.replicate_kv_heads", "sharding.vocab", "sharding.kv_heads", "sharding.mlp",
-    "sharding.width", "cache.page_size", "cache.num_pages", "cache.dtype", "scheduler.max_num_seqs", "scheduler.max_tokens_per_step", "engine.attention",
-    "engine.layers", "engine.token_buckets", "engine.sequence_buckets",
+    "model.dtype", "model.max_model_len", *(f"mesh.{axis}" for axis in axis_names(MESH_AXES)), "mesh.replicate_kv_heads",
+    *(f"sharding.{field.name}" for field in dataclasses.fields(ShardingConfig)), "cache.page_size", "cache.num_pages", "cache.dtype",
+    "scheduler.max_num_seqs", "scheduler.max_tokens_per_step", "engine.attention", "engine.layers", "engine.token_buckets", "engine.sequence_buckets",
 )  # fmt: skip
 """Keys of the configuration that programs hang on."""
 

@@ -6,28 +6,32 @@ import bisect
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
 
-from jaxserve.config import Config
+from jaxserve.config import CacheConfig, Config
 from jaxserve.engine.programs.memory import Memory
 from jaxserve.engine.programs.pool_plan import PoolPlan, device_pool_shape, plan_pool
-from jaxserve.engine.step.batch import Bucket, Buckets, make_buckets, table_width
+from jaxserve.engine.step.buckets import Bucket, Buckets, make_buckets, table_width
 from jaxserve.engine.step.execution import Execution
 from jaxserve.engine.step.function import abstract_carry, attention_problem, lower_step, make_step
+from jaxserve.engine.step.slot_state import SlotState
 from jaxserve.errors import ConfigError
-from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, choose_implementation
+from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, PoolShape, choose_implementation
 from jaxserve.mesh import Layout
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.model import Model, build_model
 from jaxserve.models.params import Params
 from jaxserve.models.sharding import check_layout, fit_kv_heads
 from jaxserve.models.spec import ModelSpec
+from jaxserve.sharding_rules import ShardingRules
 
 logger = logging.getLogger(__name__)
+
+_UNLIMITED = Memory(total_bytes=2**63, free_bytes=2**63)
 
 
 def plan_programs(
@@ -53,11 +57,13 @@ def plan_programs(
         max_tokens=config.scheduler.max_tokens_per_step,
         max_rows=config.scheduler.max_num_seqs,
         table_width=width,
+        sampling=execution.sampling,
     )
+    shape = device_pool_shape(model.spec, layout, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, dtype=execution.kv_dtype)
     plan = plan_pool(
         model.spec,
         config.cache,
-        attention=_choose_attention(config, model, buckets, execution.kv_dtype, layout),
+        attention=_choose_attention(config.engine.attention, model, buckets.all(), shape, layout),
         dtype=execution.kv_dtype,
         table_width=width,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -69,14 +75,46 @@ def plan_programs(
     return plan, dataclasses.replace(buckets, table_width=min(width, plan.shape.num_pages))  # no sequence has more pages than there are
 
 
+def pool_of_size(
+    model: Model, layout: Layout, buckets: Sequence[Bucket], *, num_pages: int, page_size: int, kv_dtype: Any, attention: str = "auto"
+) -> PoolPlan:
+    """A pool of a given size, whatever memory there is, and the attention that serves some buckets in it: what a benchmark, a test or a plan compiles for.
+
+    Args:
+        model: Built for the layout.
+        layout: The mesh.
+        buckets: The shapes to serve, all with one table width.
+        num_pages: Pages of one layer and one data rank.
+        page_size: Tokens of one page.
+        kv_dtype: Of keys and values.
+        attention: The implementation's name, or ``auto``.
+
+    Raises:
+        ConfigError: No attention serves it.
+    """
+    shape = device_pool_shape(model.spec, layout, num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
+    return plan_pool(
+        model.spec,
+        CacheConfig(num_pages=num_pages, page_size=page_size),
+        attention=_choose_attention(attention, model, buckets, shape, layout),
+        dtype=kv_dtype,
+        table_width=buckets[0].table_width,
+        max_num_seqs=max(bucket.num_rows for bucket in buckets),
+        memory=_UNLIMITED,
+        is_cpu=False,
+        layout=layout,
+    )
+
+
 def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
     """The model as it is split over a mesh, its KV heads repeated where the configuration allows it.
 
     Raises:
         ConfigError: It cannot be split so.
     """
-    fitted = fit_kv_heads(spec, mesh, config.sharding, replicate=config.mesh.replicate_kv_heads)
-    check_layout(fitted, mesh, config.sharding)
+    rules = ShardingRules(config.sharding, mesh)
+    fitted = fit_kv_heads(spec, rules, replicate=config.mesh.replicate_kv_heads)
+    check_layout(fitted, rules)
     if fitted.kv_repeat > 1:
         logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
     return fitted
@@ -85,7 +123,7 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
 def make_model(spec: ModelSpec, config: Config, execution: Execution, layout: Layout) -> Model:
     """The model of a checkpoint as it runs on a layout; see :func:`fit_model`."""
     fitted = fit_model(spec, config, layout.shape)
-    return build_model(fitted, dtype=config.model.dtype, layers=execution.layers, is_split=layout.splits_parameters)
+    return build_model(fitted, dtype=config.model.dtype, layers=execution.layers, is_split=layout.rules.splits_anything)
 
 
 def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progress: Callable[[int, int], None] | None = None) -> None:
@@ -108,8 +146,8 @@ def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progr
                 progress(done, len(every))
 
 
-def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int) -> jax.stages.Lowered:
-    """The step of a bucket, ready to compile.
+def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int, states: Sequence[SlotState] = ()) -> jax.stages.Lowered:
+    """The step of a bucket, ready to compile: the one place where model, pool, attention, mesh and bucket become a program.
 
     Args:
         model: What to run.
@@ -117,18 +155,18 @@ def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *
         plan: The pool and the mesh.
         bucket: The shapes.
         max_num_seqs: Sequence slots of a data rank.
+        states: The wide state of each slot.
     """
-    step = make_step(model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout)
-    return lower_step(step, params, plan.abstract(), abstract_carry(max_num_seqs, plan.layout), bucket, plan.layout)
+    step = make_step(model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout, states=states)
+    return lower_step(step, params, plan.abstract(), abstract_carry(max_num_seqs, plan.layout, states), bucket, plan.layout)
 
 
-def _choose_attention(config: Config, model: Model, buckets: Buckets, kv_dtype: Any, layout: Layout) -> Implementation:
-    """The first implementation that serves every bucket."""
-    shape = device_pool_shape(model.spec, layout, num_pages=config.cache.num_pages or 1, page_size=config.cache.page_size, dtype=kv_dtype)
+def _choose_attention(name: str, model: Model, buckets: Sequence[Bucket], shape: PoolShape, layout: Layout) -> Implementation:
+    """The named implementation, or for ``auto`` the first one, that serves every bucket in a pool of this shape."""
     try:
-        return choose_implementation(config.engine.attention, *(attention_problem(model, bucket, shape, layout) for bucket in buckets.all()))
+        return choose_implementation(name, *(attention_problem(model, bucket, shape, layout) for bucket in buckets))
     except (NotImplementedError, ValueError) as error:
-        raise ConfigError(f"engine.attention={config.engine.attention}: {error}") from error
+        raise ConfigError(f"engine.attention={name}: {error}") from error
 
 
 def _served_pool(plan: PoolPlan, model: Model, bucket: Bucket) -> PoolPlan:

@@ -149,6 +149,11 @@ class Admission:
             unused += sequence.num_prompt_tokens
         account.level = min(account.capacity, account.level + unused)
 
+    def give_back(self, tenant: str, num_tokens: int, now_s: float) -> None:
+        """Books that so many tokens of a sequence that has left were none of its tenant's use."""
+        account = self._account(tenant, now_s)
+        account.level = min(account.capacity, account.level + num_tokens)
+
     def _account(self, tenant: str, now_s: float) -> _Account:
         account = self._accounts.get(tenant)
         if account is None:

@@ -21,13 +21,18 @@ class Detokenizer(Protocol):
         ...
 
 
-@dataclasses.dataclass(slots=True)  # one a token: not frozen for the reason given in schedule.py
+@dataclasses.dataclass(slots=True)  # one a step and sequence: not frozen for the reason given in schedule.py
 class Delta:
-    """What one token, or the end, adds: fields as in :class:`jaxserve.request.RequestOutput`."""
+    """What some tokens, or the end, add: fields as in :class:`jaxserve.request.RequestOutput`.
+
+    Args:
+        num_tokens: How many of the tokens belong to the output; the rest came behind its end.
+    """
 
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_tokens: int = 0
 
 
 class StopMatcher:
@@ -101,6 +106,80 @@ class _StopState:
         return self.num_matched == len(self.text)
 
 
+class TokenRules:
+    """Ends a generation by its tokens alone.
+
+    Args:
+        params: Of the request.
+        eos_token_ids: The model's own.
+        max_tokens: Most tokens to generate, ``>= 1``.
+    """
+
+    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_tokens: int) -> None:
+        self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+
+    def push(self, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Takes the next generated token. Returns the reason and the stop reason if it is the last."""
+        self._num_tokens += 1
+        if token_id in self._eos_token_ids:
+            return "stop", None
+        if token_id in self._stop_token_ids:
+            return "stop", token_id
+        return ("length", None) if self._num_tokens >= self._max_tokens else None
+
+
+class TextMaker:
+    """Makes the text of a generation, and finds the stop string that ends it.
+
+    Args:
+        params: Of the request.
+        detokenizer: Primed with the prompt, of which it repeats nothing.
+    """
+
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._include_stop = params.include_stop_str_in_output
+        self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
+        """Takes the next generated tokens, none of which is the last by :class:`TokenRules`.
+
+        Returns:
+            The text that is free to go; the stop string that has ended it, after which nothing may be pushed; how many of the tokens were taken.
+        """
+        if self._matcher is None:
+            return self._detokenizer.push(token_ids), None, len(token_ids)
+        texts: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            text, matched = self._matcher.push(self._detokenizer.push((token_id,)))
+            texts.append(text)
+            if matched is not None:
+                return "".join(texts), matched, index + 1
+        return "".join(texts), None, len(token_ids)
+
+    def end(self, reason: FinishReason, stop_reason: str | int | None = None, last_token_id: int | None = None) -> Delta:
+        """Releases all held text. A stop string that this text completes still cuts it, and is the reason unless aborted.
+
+        Args:
+            reason: Why it ends.
+            stop_reason: The stop token id, if it was one.
+            last_token_id: The token that has ended it, if one has.
+        """
+        text = ""
+        if last_token_id is not None and (reason == "length" or self._include_stop):
+            text = self._detokenizer.push((last_token_id,))
+        text += self._detokenizer.finish()
+        if self._matcher is None:
+            return Delta(text, reason, stop_reason)
+        text, matched = self._matcher.push(text)
+        if matched is not None:
+            return Delta(text, reason) if reason == "abort" else Delta(text, "stop", matched)
+        return Delta(text + self._matcher.finish(), reason, stop_reason)
+
+
 class OutputProcessor:
     """Follows one generation token by token. A stream and a whole answer both are the concatenation of its deltas, hence equal.
 
@@ -112,48 +191,32 @@ class OutputProcessor:
     3. ``max_tokens`` generated tokens end with "length".
 
     Args:
-        params: Of the request.
-        detokenizer: Primed with the prompt, of which it repeats nothing.
-        eos_token_ids: The model's own.
-        max_tokens: Most tokens to generate, ``>= 1``.
+        rules: The first and the third.
+        text: The second; ``None`` where the text is made elsewhere: deltas have none then.
     """
 
-    def __init__(self, params: SamplingParams, detokenizer: Detokenizer, eos_token_ids: frozenset[int], max_tokens: int) -> None:
-        self._detokenizer = detokenizer
-        self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
-        self._stop_token_ids = frozenset(params.stop_token_ids)
-        self._include_stop = params.include_stop_str_in_output
-        self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
+    def __init__(self, rules: TokenRules, text: TextMaker | None) -> None:
+        self._rules = rules
+        self._text = text
 
-    def push(self, token_id: int) -> Delta:
-        """Takes the next generated token. After a delta with a finish reason nothing may be pushed."""
-        self._num_tokens += 1
-        is_eos = token_id in self._eos_token_ids
-        if is_eos or token_id in self._stop_token_ids:
-            tail = self._detokenizer.push((token_id,)) if self._include_stop else ""
-            return self.finish("stop", None if is_eos else token_id, tail)
-        text = self._detokenizer.push((token_id,))
-        if self._num_tokens >= self._max_tokens:
-            return self.finish("length", None, text)
-        if self._matcher is None:
-            return Delta(text)
-        text, matched = self._matcher.push(text)
+    def push(self, token_ids: Sequence[int]) -> Delta:
+        """Takes the next generated tokens, at least one, up to the one that ends the generation. Nothing may be pushed after a delta with a finish reason."""
+        delta = self._push(token_ids[0])
+        delta.num_tokens = 1
+        while delta.finish_reason is None and delta.num_tokens < len(token_ids):
+            following = self._push(token_ids[delta.num_tokens])
+            delta = Delta(delta.text + following.text, following.finish_reason, following.stop_reason, delta.num_tokens + 1)
+        return delta
+
+    def _push(self, token_id: int) -> Delta:
+        end = self._rules.push(token_id)
+        if end is not None:
+            return Delta("", *end) if self._text is None else self._text.end(*end, token_id)
+        if self._text is None:
+            return Delta("")
+        text, matched, _ = self._text.push((token_id,))
         return Delta(text) if matched is None else Delta(text, "stop", matched)
 
-    def finish(self, reason: FinishReason, stop_reason: str | int | None = None, tail: str = "") -> Delta:
-        """Ends the generation and releases all held text. A stop string that this text completes still cuts it, and is the reason unless aborted.
-
-        Args:
-            reason: Why it ends.
-            stop_reason: The stop token id, if it was one.
-            tail: Text of the last token.
-        """
-        text = tail + self._detokenizer.finish()
-        if self._matcher is None:
-            return Delta(text, reason, stop_reason)
-        text, matched = self._matcher.push(text)
-        if matched is not None:
-            return Delta(text, reason) if reason == "abort" else Delta(text, "stop", matched)
-        return Delta(text + self._matcher.finish(), reason, stop_reason)
+    def finish(self, reason: FinishReason) -> Delta:
+        """Ends the generation for a reason that is not in its tokens."""
+        return Delta("", reason) if self._text is None else self._text.end(reason)

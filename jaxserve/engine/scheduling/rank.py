@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 from jaxserve.engine.pages.pool import PagePool
 from jaxserve.engine.pages.prefix_cache.choice import MakePrefixCache
@@ -20,6 +19,20 @@ _WHOLE_STEPS = Chunking()
 
 _HEADROOM_DIVISOR = 100
 """A sequence is admitted beside others only if 1/100 of the pool stays free, or the next decodes would preempt it at once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pending:
+    """What the running sequences of a rank could run in the next step.
+
+    Args:
+        rows: Those that have something to run, in order: the sequence, its pending tokens, and whether they are a decode, which runs in every step, rather
+            than a part of a prefill, which gets its share of the token budget.
+        num_decode_tokens: Tokens of the decodes among them.
+    """
+
+    rows: list[tuple[Sequence, int, bool]]
+    num_decode_tokens: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -139,38 +152,45 @@ class Rank:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._now_s = 0.0
 
-    def num_pending(self) -> list[int]:
-        """Tokens that each running sequence has and that are not computed yet: 1 for one that decodes."""
-        return [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running]
+    def pending(self) -> Pending:
+        """What the running sequences could run in the next step."""
+        rows: list[tuple[Sequence, int, bool]] = []
+        num_decode_tokens = 0
+        for sequence in self.running:
+            num_tokens = sequence.num_pending_tokens
+            if 0 < num_tokens <= sequence.decode_width:
+                num_decode_tokens += num_tokens
+                rows.append((sequence, num_tokens, True))
+            elif num_tokens:
+                rows.append((sequence, num_tokens, False))
+        return Pending(rows, num_decode_tokens)
 
-    def plan(self, num_pending: SequenceOf[int], now_s: float, *, beside_decodes: bool) -> RankPlan:
+    def plan(self, pending: Pending, now_s: float, *, beside_decodes: bool) -> RankPlan:
         """Decides what the running sequences do in the next step, and takes the pages for it: decodes first, then prefill chunks in order, then those that
         come back from host memory.
 
         Args:
-            num_pending: As ``num_pending`` has just returned it.
+            pending: As ``pending`` has just returned it.
             now_s: The time.
             beside_decodes: Whether any rank has sequences that decode.
         """
         pool, page_size = self.pool, self.pool.page_size
-        running = list(self.running)  # preemption takes from the other one, always behind the sequence in hand and so never one that is scheduled
         self._now_s = now_s
-        num_decodes = num_pending.count(1)
-        plan = RankPlan(self._max_tokens, self._max_tokens - num_decodes, num_decodes, self._chunking if beside_decodes else _WHOLE_STEPS)
+        num_decode_tokens = pending.num_decode_tokens
+        plan = RankPlan(self._max_tokens, self._max_tokens - num_decode_tokens, num_decode_tokens, self._chunking if beside_decodes else _WHOLE_STEPS)
         decodes = plan.decodes
-        for sequence, pending in zip(running, num_pending, strict=True):
+        for sequence, num_pending, is_decode in pending.rows:
             if plan.is_short and sequence.status is not SequenceStatus.RUNNING:
-                continue
-            start = sequence.num_computed_tokens
-            if pending == 1:
-                if start == len(sequence.page_ids) * page_size and not self._grow(sequence, 1, plan):
-                    continue
-                sequence.num_computed_tokens = start + 1
-                decodes.append(ScheduledSequence(sequence, start, 1, True))
-            elif pending > 1:
-                num_tokens = self._take_pages(sequence, plan.fit(start, pending), plan)
-                plan.num_reserved += pool.pages_for(start + pending) - len(sequence.page_ids)
-                plan.num_behind += pending - num_tokens
+                continue  # preempted for one before it
+            start = sequence.num_scheduled_tokens
+            if is_decode:
+                missing = start + num_pending - len(sequence.page_ids) * page_size
+                if missing <= 0 or self._grow(sequence, pool.pages_for(missing), plan):
+                    decodes.append(_take(sequence, num_pending))
+            else:
+                num_tokens = self._take_pages(sequence, plan.fit(start, num_pending), plan)
+                plan.num_reserved += pool.pages_for(start + num_pending) - len(sequence.page_ids)
+                plan.num_behind += num_pending - num_tokens
                 if num_tokens > 0:
                     plan.add(_take(sequence, num_tokens))
         self._swap_in(plan)
@@ -198,7 +218,7 @@ class Rank:
     def start(self, sequence: Sequence, plan: RankPlan, room: Room) -> None:
         """Starts a sequence in the room that ``room_for`` found."""
         self._share(sequence, plan, room.match)
-        sequence.num_computed_tokens = room.num_cached_tokens
+        sequence.num_scheduled_tokens = room.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(room.num_cached_tokens, sequence.num_prompt_tokens)
         self._run(sequence, plan)
@@ -230,7 +250,7 @@ class Rank:
             keep_s: How much longer than usual they are to be kept, in seconds.
         """
         if is_sound:
-            num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self.pool.page_size
+            num_full = min(sequence.num_scheduled_tokens, len(sequence.token_ids)) // self.pool.page_size
             keep_until_s = self._now_s + keep_s if keep_s else 0.0
             self.cache.insert(sequence.cache_path, sequence.page_ids[:num_full], self._now_s, release=True, keep_until_s=keep_until_s)
         index = bisect.bisect_left(self.running, sequence.order, key=by_order)
@@ -245,7 +265,7 @@ class Rank:
         """Takes slot and pages from a running sequence. What it has computed goes to host memory, or is computed again some day."""
         num_pages = len(sequence.page_ids)
         num_shared = next((index for index, page_id in enumerate(sequence.page_ids) if not self.pool.is_shared(page_id)), num_pages)
-        num_lost = sequence.num_computed_tokens - num_shared * self.pool.page_size  # others keep the shared pages in the prefix cache
+        num_lost = sequence.num_scheduled_tokens - num_shared * self.pool.page_size  # others keep the shared pages in the prefix cache
         swaps = self.swap_space.has_room(num_pages) and self._preemption.swaps(num_pages=num_pages, num_tokens=num_lost)
         if swaps:
             self.swap_space.swap_out(sequence)
@@ -255,7 +275,7 @@ class Rank:
             sequence.status = SequenceStatus.SWAPPED
         else:
             sequence.status = SequenceStatus.WAITING
-            sequence.num_computed_tokens = 0
+            sequence.num_scheduled_tokens = 0
         self._on_preempted(sequence)
 
     def check_integrity(self) -> None:
@@ -266,8 +286,8 @@ class Rank:
         """
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING and sequence.rank == self.index
-            assert 0 < sequence.num_computed_tokens <= len(sequence.token_ids)
-            assert len(sequence.page_ids) == self.pool.pages_for(sequence.num_computed_tokens)
+            assert 0 < sequence.num_scheduled_tokens <= sequence.num_tokens
+            assert len(sequence.page_ids) == self.pool.pages_for(sequence.num_scheduled_tokens)
         assert [sequence.order for sequence in self.running] == sorted(sequence.order for sequence in self.running)
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "sequence slots are leaked or owned twice"
@@ -275,8 +295,8 @@ class Rank:
         self.cache.check_integrity()
         for sequence in self.swap_space.sequences:
             assert sequence.status is SequenceStatus.SWAPPED and sequence.rank == self.index and sequence.slot == -1 and not sequence.page_ids
-            assert 0 < sequence.num_computed_tokens <= len(sequence.token_ids)
-            assert len(sequence.host_page_ids) == self.pool.pages_for(sequence.num_computed_tokens)
+            assert 0 < sequence.num_scheduled_tokens < sequence.num_tokens
+            assert len(sequence.host_page_ids) == self.pool.pages_for(sequence.num_scheduled_tokens)
         self.swap_space.check_integrity()
 
     @property
@@ -294,7 +314,7 @@ class Rank:
         while swapped and self._is_open(plan):
             sequence = swapped[0]
             num_pages = pool.pages_for(len(sequence.token_ids))
-            if sequence.num_computed_tokens == len(sequence.token_ids) or num_pages + plan.num_reserved + self._headroom > pool.num_available:
+            if sequence.num_in_flight or num_pages + plan.num_reserved + self._headroom > pool.num_available:
                 return
             sequence.page_ids = self._allocate(len(sequence.host_page_ids))
             plan.swap_ins += self.swap_space.swap_in(sequence, sequence.page_ids)
@@ -306,7 +326,7 @@ class Rank:
         sequence.rank = self.index
         sequence.slot = self._free_slots.pop()
         bisect.insort(self.running, sequence, key=by_order)
-        start, end = sequence.num_computed_tokens, len(sequence.token_ids)
+        start, end = sequence.num_scheduled_tokens, len(sequence.token_ids)
         num_tokens = plan.fit(start, end - start)
         has_room = self._grow(sequence, self.pool.pages_for(start + num_tokens) - len(sequence.page_ids), plan)
         assert has_room
@@ -318,7 +338,7 @@ class Rank:
         """Takes pages for a chunk of up to ``num_tokens`` tokens. Returns the tokens that found room; 0 for none."""
         if num_tokens <= 0:
             return 0
-        pool, start = self.pool, sequence.num_computed_tokens
+        pool, start = self.pool, sequence.num_scheduled_tokens
         missing = pool.pages_for(start + num_tokens) - len(sequence.page_ids)
         if not self._make_room(sequence, missing, plan):
             missing = pool.num_available
@@ -367,11 +387,14 @@ class Rank:
 def _progress(sequence: Sequence) -> tuple[int, float, int]:
     """Tokens that recomputing would cost; of equals the last in order is the least."""
     key, arrival = sequence.order
-    return sequence.num_computed_tokens, -key, -arrival
+    return sequence.num_scheduled_tokens, -key, -arrival
 
 
 def _take(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    """Books the next ``num_tokens`` tokens of a sequence that has the pages for them."""
-    start = sequence.num_computed_tokens
-    sequence.num_computed_tokens = start + num_tokens
-    return ScheduledSequence(sequence, start, num_tokens, start + num_tokens == len(sequence.token_ids))
+    """Books the next ``num_tokens`` tokens of a sequence that has the pages for them, and the token that they will give if they are its last."""
+    start = sequence.num_scheduled_tokens
+    end = sequence.num_scheduled_tokens = start + num_tokens
+    if end < len(sequence.token_ids) + sequence.num_in_flight:
+        return ScheduledSequence(sequence, start, num_tokens, 0)
+    sequence.num_in_flight += 1
+    return ScheduledSequence(sequence, start, num_tokens, 1)

@@ -15,16 +15,16 @@ class ScheduledSequence:
     """One sequence's part of a step.
 
     Args:
-        sequence: Its ``page_ids`` already cover ``start + num_tokens`` tokens, which is also its ``num_computed_tokens`` from now on.
+        sequence: Its ``page_ids`` already cover ``start + num_tokens`` tokens, which is also its ``num_scheduled_tokens`` from now on.
         start: Position of its first token in this step.
-        num_tokens: Tokens of ``sequence.token_ids`` from ``start`` on to run, ``>= 1``.
-        samples: Whether a token is sampled after its last one: true when the step reaches the end of ``token_ids``.
+        num_tokens: Tokens from ``start`` on to run, ``>= 1``. The last ones may be in flight: their values are on the device only.
+        num_samples: After how many of them, the last ones, tokens are sampled: 1 when the step reaches the end of the sequence, else 0.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool
+    num_samples: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +98,17 @@ class RunnerCosts:
     page_swap_s: float
 
 
+@dataclasses.dataclass(slots=True)
+class SequenceResult:
+    """What a step gave one sequence.
+
+    Args:
+        token_ids: The tokens that it generated, in order: at most ``ScheduledSequence.num_samples``, none where it did not sample.
+    """
+
+    token_ids: list[int]
+
+
 class PendingStep(Protocol):
     """A step under way on the device."""
 
@@ -106,8 +117,8 @@ class PendingStep(Protocol):
     num_bucket_sequences: int
     """Sequences that it has room for, on all data ranks."""
 
-    def fetch(self) -> SequenceOf[int]:
-        """Waits for the step. Returns one token id for each scheduled sequence, in order; the value of one that does not sample has no meaning.
+    def fetch(self) -> SequenceOf[SequenceResult]:
+        """Waits for the step. Returns the result of each scheduled sequence, in order.
 
         The ids must be Python ints: they go into ``Sequence.token_ids`` as they are.
         """

@@ -3,7 +3,10 @@
 Why pages and slots are free the moment a sequence ends or is preempted, even with a step of it in flight: the pool and the per-sequence state are
 donated from each step to the next, so steps touch them strictly in the order of dispatch. A new owner's first step is dispatched after the old
 owner's last one, hence its writes land after the stray ones, and a sequence reads only slots of its page that it wrote itself. The tokens of the
-old owner's last step come back to ``update``, which drops those of finished sequences.
+old owner's last steps come back to ``update``, which drops those of finished sequences.
+
+A step may be scheduled while others are in flight: it counts on the tokens that they will give, whose values only the device has. A sequence that has lost
+its pages meanwhile still gets its token, and is not admitted again before.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from jaxserve.engine.scheduling.chunking import Chunking
 from jaxserve.engine.scheduling.preemption import Preemption
 from jaxserve.engine.scheduling.queue_policy import make_key, make_queue
 from jaxserve.engine.scheduling.rank import Rank, RankPlan, Room
-from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule
-from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
+from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule, SequenceResult
+from jaxserve.engine.scheduling.sequence import Lag, Sequence, SequenceStatus
 from jaxserve.request import FinishReason
 
 _SEQUENCE_TOKENS = 64
@@ -141,6 +144,7 @@ class Scheduler:
         self._batching = make_batching(config, self._num_slots)
         self._place = place
         self._paused: set[Sequence] = set()
+        self._num_holding = 0  # sequences with ``Lag.HOLDS_STEP``
         self._arrivals = itertools.count()
         self._preempted: list[Sequence] = []  # since the last schedule
 
@@ -214,6 +218,11 @@ class Scheduler:
         return len(self._waiting) > 0 or any(rank.running or rank.swap_space.sequences for rank in self.ranks)
 
     @property
+    def is_held(self) -> bool:
+        """Whether a sequence forbids that a step be scheduled before the host knows its token in flight (``Lag.HOLDS_STEP``)."""
+        return self._num_holding > 0 and any(sequence.lag is Lag.HOLDS_STEP and sequence.num_in_flight for rank in self.ranks for sequence in rank.running)
+
+    @property
     def wake_at_s(self) -> float:
         """When ``schedule``, having found nothing to run, may find something though nothing has happened since; infinity for never."""
         return self._batching.wake_at_s(self._waiting.peek())
@@ -221,10 +230,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence. Its prompt and ``max_tokens`` together must fit the pool of one rank."""
         pool = self.ranks[0].pool
-        assert sequence.status is SequenceStatus.WAITING and sequence not in self._waiting and sequence.num_computed_tokens == 0
+        assert sequence.status is SequenceStatus.WAITING and sequence not in self._waiting and sequence.num_scheduled_tokens == 0
         assert pool.pages_for(sequence.num_prompt_tokens + sequence.max_tokens) <= pool.num_pages
         self._count_queued(sequence, 1)
         sequence.order = (self._key(sequence), next(self._arrivals))
+        self._num_holding += sequence.lag is Lag.HOLDS_STEP
         self._waiting.push(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -235,13 +245,15 @@ class Scheduler:
             self._count_queued(sequence, -1)
         keep_s = self._session_ttl_s if sequence.request.options.session_id is not None else 0.0
         self._detach(sequence, is_sound=reason != "error", keep_s=keep_s)
+        self._num_holding -= sequence.lag is Lag.HOLDS_STEP
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
 
     def schedule(self, now_s: float = 0.0) -> Schedule:
         """Decides the next step and takes the pages it needs: what runs already goes first, then waiting sequences are admitted.
 
-        May be called again before ``update``: a sequence whose next token is not known yet sits out, other chunks go on.
+        May be called again before ``update``: steps in flight are counted on to give each sequence that samples its token. One whose last token is in
+        flight, or that needs the host to know it (``Sequence.lag``), is left out.
 
         Args:
             now_s: The time, of a monotonic clock.
@@ -250,46 +262,56 @@ class Scheduler:
             The step; without sequences only if there is nothing to run.
         """
         self._preempted = []
-        num_pending = [rank.num_pending() for rank in self.ranks]
-        beside_decodes = any(1 in each for each in num_pending)
-        plans = [rank.plan(each, now_s, beside_decodes=beside_decodes) for rank, each in zip(self.ranks, num_pending, strict=True)]
+        pending = [rank.pending() for rank in self.ranks]
+        beside_decodes = any(each.num_decode_tokens for each in pending)
+        plans = [rank.plan(each, now_s, beside_decodes=beside_decodes) for rank, each in zip(self.ranks, pending, strict=True)]
         self._admit(plans, now_s)
         runs = any(plan.decodes or plan.chunks for plan in plans)
         return Schedule(tuple(rank.finish_plan(plan, runs=runs) for rank, plan in zip(self.ranks, plans, strict=True)), tuple(self._preempted))
 
-    def update(self, schedule: Schedule, token_ids: SequenceOf[int]) -> list[Sequence]:
-        """Takes the outcome of a step, in the order of dispatch.
-
-        A sequence that was preempted meanwhile keeps its token; one that has sampled the same position again since then gets it once.
+    def update(self, schedule: Schedule, results: SequenceOf[SequenceResult]) -> list[tuple[Sequence, SequenceResult]]:
+        """Takes the outcome of a step, in the order of dispatch. A sequence preempted or paused meanwhile gets its tokens, one that has ended none.
 
         Args:
             schedule: What ``schedule`` returned.
-            token_ids: One id for each of its sequences; ignored where it did not sample.
+            results: One for each of its sequences.
 
         Returns:
-            The sequences that have one more token, in the order of the schedule.
+            The sequences that have more tokens, and what they got, in the order of the schedule.
         """
-        grown: list[Sequence] = []
+        grown: list[tuple[Sequence, SequenceResult]] = []
         charge = self._waiting.charge
-        for scheduled, token_id in zip(schedule.sequences, token_ids, strict=True):
-            if scheduled.samples:
+        for scheduled, result in zip(schedule.sequences, results, strict=True):
+            if scheduled.num_samples:
                 sequence = scheduled.sequence
-                if sequence.status is not SequenceStatus.FINISHED and len(sequence.token_ids) == scheduled.start + scheduled.num_tokens:
-                    sequence.token_ids.append(token_id)
-                    grown.append(sequence)
-                    charge(sequence, 1)
+                sequence.num_in_flight -= scheduled.num_samples
+                if sequence.status is not SequenceStatus.FINISHED and result.token_ids:
+                    sequence.token_ids += result.token_ids
+                    grown.append((sequence, result))
+                    charge(sequence, len(result.token_ids))
         return grown
+
+    def lose(self, schedule: Schedule) -> None:
+        """Takes it that a step in flight gives nothing: it has failed. What it was to compute is lost too: call ``forget_pools`` after this."""
+        for scheduled in schedule.sequences:
+            scheduled.sequence.num_in_flight -= scheduled.num_samples
 
     def forget_pools(self) -> None:
         """Sends every sequence back to the queue and empties the prefix caches: for when the pools' content is lost, or the weights change."""
         for rank in self.ranks:
             for sequence in [*rank.running, *rank.swap_space.sequences]:
                 self._detach(sequence, is_sound=False)
-                sequence.num_computed_tokens = 0
+                sequence.num_scheduled_tokens = 0
                 sequence.num_preemptions += 1
                 sequence.status = SequenceStatus.WAITING
                 self._on_preempted(sequence)
             rank.cache.clear()
+
+    def truncate(self, sequence: Sequence, num_generated_tokens: int) -> None:
+        """Forgets the generated tokens after the first so many, for a sequence that is to end there: it cannot go on."""
+        num_tokens = sequence.num_prompt_tokens + num_generated_tokens
+        del sequence.token_ids[num_tokens:]
+        del sequence.cache_path.digests[num_tokens // self.ranks[0].pool.page_size :]
 
     def pause(self, sequence: Sequence) -> None:
         """Stops a sequence until ``resume``, in whatever state it is; slot and pages are free at once, the pages' content stays in the prefix cache while
@@ -300,7 +322,7 @@ class Scheduler:
         if sequence.status is not SequenceStatus.WAITING:
             sequence.num_preemptions += 1
         self._detach(sequence)
-        sequence.num_computed_tokens = 0
+        sequence.num_scheduled_tokens = 0
         sequence.status = SequenceStatus.PAUSED
         self._paused.add(sequence)
 
@@ -329,14 +351,14 @@ class Scheduler:
         assert self.num_queued_tokens_of == num_tokens_of
         for sequence in itertools.chain(self._waiting, self._paused):
             assert sequence.status is (SequenceStatus.PAUSED if sequence in self._paused else SequenceStatus.WAITING)
-            assert sequence.slot == -1 and not sequence.page_ids and sequence.num_computed_tokens == 0
+            assert sequence.slot == -1 and not sequence.page_ids and sequence.num_scheduled_tokens == 0
 
     def _admit(self, plans: SequenceOf[RankPlan], now_s: float) -> None:
         """Starts waiting sequences in their order, until one finds no room."""
         queue, batching = self._waiting, self._batching
         head = queue.peek()
         batching.open(num_waiting=len(queue), num_running=self.num_running, num_slots=self._num_slots, head=head, now_s=now_s)
-        while head is not None and batching.admits(head):
+        while head is not None and not head.num_in_flight and batching.admits(head):
             chosen = self._rank_for(head, plans)
             if chosen is None:
                 if any(plan.budget > 0 for plan in plans):

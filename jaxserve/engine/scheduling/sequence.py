@@ -22,6 +22,17 @@ class SequenceStatus(enum.Enum):
     """Holds nothing."""
 
 
+class Lag(enum.Enum):
+    """What becomes of a sequence's next step while the token before it is still on the device."""
+
+    NONE = "none"
+    """It is dispatched: the token goes from step to step on the device."""
+    SITS_OUT = "sits out"
+    """The sequence is left out of steps until the host knows the token."""
+    HOLDS_STEP = "holds step"
+    """No step is scheduled at all until the host knows the token."""
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
     """A request's tokens, pages and progress. Mutated by the scheduler alone, the times of its tokens by the meter.
@@ -29,13 +40,15 @@ class Sequence:
     Args:
         request: What it came from.
         seed: The 32-bit seed of its randomness.
-        token_ids: Prompt and generated tokens so far.
+        token_ids: Prompt and generated tokens whose values the host knows.
         num_prompt_tokens: Length of the prompt.
         max_tokens: Most tokens to generate, already resolved against the context length.
         cache_path: Its tokens as a prefix cache sees them; of the same list as ``token_ids``.
         order: Its place among all sequences, smaller first; given once, when the scheduler takes it.
-        num_computed_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run. A decode has
-            ``len(token_ids) - 1`` of them; a sequence with all of them waits for a token that is still on the device.
+        num_scheduled_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run.
+        num_in_flight: Tokens that these steps will give it and that have not been fetched: the host counts on them without knowing their values.
+        decode_width: Tokens of its next step if it decodes: the one generated last, later with drafts behind it.
+        lag: What becomes of its next step while a token of it is in flight.
         rank: The data rank whose pages and slot it holds, or whose host pages; has no meaning unless RUNNING or SWAPPED.
         page_ids: Pages held, in order of position.
         host_page_ids: Host pages that hold what its pages held while SWAPPED.
@@ -57,7 +70,10 @@ class Sequence:
     max_tokens: int
     cache_path: CachePath
     order: tuple[float, int] = (0.0, 0)
-    num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_in_flight: int = 0
+    decode_width: int = 1
+    lag: Lag = Lag.NONE
     rank: int = 0
     page_ids: list[int] = dataclasses.field(default_factory=list[int])
     host_page_ids: list[int] = dataclasses.field(default_factory=list[int])
@@ -88,7 +104,25 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
+        """Generated tokens whose values the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has once the steps in flight have been fetched, unless one of them ends it."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that its next step can run: those that it has and that are not scheduled. None while its last token is in flight, or while it may not run
+        ahead of a token in flight.
+        """
+        num_tokens = len(self.token_ids)
+        if not self.num_in_flight:
+            return num_tokens - self.num_scheduled_tokens
+        num_tokens += self.num_in_flight
+        is_last = num_tokens >= self.num_prompt_tokens + self.max_tokens
+        return 0 if is_last or self.lag is not Lag.NONE else num_tokens - self.num_scheduled_tokens
 
 
 def by_order(sequence: Sequence) -> tuple[float, int]:

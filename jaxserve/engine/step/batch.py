@@ -1,96 +1,39 @@
-"""A step's batch: the buckets of fixed shapes, and the one int32 array that carries a schedule to the device (``step.unpack`` takes it apart). No jax."""
+"""A step's batch: the one int32 array that carries a schedule to the device, which ``step.unpack`` takes apart, and the fills of slots. No jax."""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.dims import ceil_div
-from jaxserve.engine.scheduling.schedule import PageMoves, RankSchedule, Schedule
+from jaxserve.engine.scheduling.schedule import PageMoves, RankSchedule, Schedule, ScheduledSequence
 from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.engine.step.buckets import Bucket, Buckets
+from jaxserve.engine.step.rows import OFF, ROW_FIELDS, records, set_defaults, set_owner, stages_needed
 
 FROM_CARRY = -1
 """Token id that stands for "the last token sampled in this slot", which the host may not have seen yet."""
 
-ROW_FIELDS = ("query_len", "context_len", "slot", "temperature", "top_k", "top_p", "min_p", "seed")
-"""The int32 (or bit-cast float32) columns of a row, in packed order, before its page table."""
+FILL_TOKENS = 512
+"""Tokens of a rank that one fill brings."""
+
+NO_TOKEN = -1
+"""Token id that pads a fill."""
 
 
-_LEAST_MIXED_ROWS = 8
-"""The output head costs hardly less for 2 rows than for 8 (3.5 ms against 4.5 at V = 49,152 on two cores), and every bucket costs a compile."""
+class Batch(NamedTuple):
+    """A packed schedule."""
 
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Bucket:
-    """The shapes that one compiled step serves, of each data rank.
-
-    Args:
-        num_tokens: T, packed tokens.
-        num_rows: B, sequences.
-        table_width: M, pages a sequence can hold.
-        decode_only: Every row has one token, so T = B; prefill is not even compiled.
+    bucket: Bucket
+    packed: np.ndarray
+    """``[ranks, X]`` int32: of each rank, two counts, the token ids, then the rows."""
+    fills: np.ndarray
+    """``[F, ranks, 2 + FILL_TOKENS]`` int32, to be run one after the other before the step: of each rank a slot (out of range for none), the position of the
+    first token, and token ids that its owner has and no step will run, padded with ``NO_TOKEN``. A fill from position 0 resets the slot first.
     """
-
-    num_tokens: int
-    num_rows: int
-    table_width: int
-    decode_only: bool
-
-    @property
-    def packed_size(self) -> int:
-        """Length of a rank's packed int32 array: two counts, the token ids, then the rows' fields and page tables."""
-        return 2 + self.num_tokens + self.num_rows * (len(ROW_FIELDS) + self.table_width)
-
-
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """All buckets of an engine, and which one a schedule takes.
-
-    Args:
-        decode: Buckets of steps in which every row has one token: B = T. Ascending.
-        mixed_tokens: Token counts of the other steps, ascending.
-        mixed_rows: Sequence counts of the other steps, ascending; every token count goes with every sequence count up to its own.
-        table_width: M.
-    """
-
-    decode: tuple[int, ...]
-    mixed_tokens: tuple[int, ...]
-    mixed_rows: tuple[int, ...]
-    table_width: int
-
-    def all(self) -> list[Bucket]:
-        """Every bucket once, smallest first."""
-        mixed = {Bucket(tokens, min(rows, tokens), self.table_width, False) for tokens in self.mixed_tokens for rows in self.mixed_rows}
-        return sorted(mixed | {Bucket(rows, rows, self.table_width, True) for rows in self.decode})
-
-    def choose(self, ranks: SequenceOf[RankSchedule]) -> Bucket:
-        """The smallest bucket that holds each rank's part of a step. The scheduler's limits guarantee one."""
-        num_rows = max(len(rank.sequences) for rank in ranks)
-        if all(rank.num_tokens == len(rank.sequences) for rank in ranks):
-            rows = _at_least(self.decode, num_rows)
-            return Bucket(rows, rows, self.table_width, True)
-        tokens = _at_least(self.mixed_tokens, max(rank.num_tokens for rank in ranks))
-        return Bucket(tokens, min(_at_least(self.mixed_rows, num_rows), tokens), self.table_width, False)
-
-
-def make_buckets(token_buckets: SequenceOf[int], sequence_buckets: SequenceOf[int], *, max_tokens: int, max_rows: int, table_width: int) -> Buckets:
-    """The buckets of an engine.
-
-    Args:
-        token_buckets: Token counts of mixed steps; those above ``max_tokens`` are left out and ``max_tokens`` is added.
-        sequence_buckets: Sequence counts, likewise up to ``max_rows``. All serve decode steps; none is below 2, for one row takes a slow path on CPU.
-            Mixed steps, whose cost hangs on tokens more than on rows, take every other one, from the largest down to 8.
-        max_tokens: The scheduler's token budget.
-        max_rows: The scheduler's most sequences.
-        table_width: Pages a sequence can hold.
-    """
-    decode = tuple(sorted({max(2, rows) for rows in (*sequence_buckets, max_rows) if rows <= max_rows}))
-    tokens = tuple(sorted({max(2, count) for count in (*token_buckets, max_tokens) if count <= max_tokens}))
-    rows = [count for count in decode[::-2] if count >= _LEAST_MIXED_ROWS] or [decode[-1]]
-    return Buckets(decode, tokens, tuple(sorted(rows)), table_width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +44,13 @@ class StepMessage:
         bucket: Index of its bucket among all, smallest first.
         packed: ``[ranks, X]`` The packed batch of every data rank.
         moves: Of each data rank; nothing is swapped where there are several processes.
+        fills: See :class:`Batch`.
     """
 
     bucket: int
     packed: np.ndarray
     moves: SequenceOf[PageMoves]
+    fills: np.ndarray
 
 
 class BatchBuilder:
@@ -115,38 +60,43 @@ class BatchBuilder:
         buckets: What a schedule is fitted to.
         max_num_seqs: Sequence slots of one rank.
         num_ranks: Data ranks.
+        fills: Whether slots have wide state, which is to be filled with the tokens that a new owner brings.
     """
 
-    def __init__(self, buckets: Buckets, *, max_num_seqs: int, num_ranks: int = 1) -> None:
+    def __init__(self, buckets: Buckets, *, max_num_seqs: int, num_ranks: int = 1, fills: bool = False) -> None:
         self._buckets = buckets
-        self._ranks = [_RankRows(buckets.table_width, max_num_seqs) for _ in range(num_ranks)]
+        self._ranks = [_RankRows(buckets.table_width, max_num_seqs, fills=fills) for _ in range(num_ranks)]
 
-    def build(self, schedule: Schedule) -> tuple[Bucket, np.ndarray]:
-        """The bucket of a schedule that is not empty, and its packed array ``[ranks, X]``: a fresh one, for the device may still read the one before."""
+    def build(self, schedule: Schedule) -> Batch:
+        """The batch of a schedule that is not empty, in fresh arrays: the device may still read those of the steps before."""
         bucket = self._buckets.choose(schedule.ranks)
         packed = np.zeros((len(self._ranks), bucket.packed_size), np.int32)
-        for rows, rank, packed_X in zip(self._ranks, schedule.ranks, packed, strict=True):
-            rows.pack(rank, bucket, packed_X)
-        return bucket, packed
+        filled = [rows.pack(rank, bucket, packed_X) for rows, rank, packed_X in zip(self._ranks, schedule.ranks, packed, strict=True)]
+        if len(self._buckets.sampling) > 1:
+            bucket = self._buckets.narrow(bucket, stages_needed(_rows(packed, bucket)))
+        return Batch(bucket, packed, _fills(filled))
 
 
 class _RankRows:
     """What one data rank's sequence slots hold: a packed row each."""
 
-    def __init__(self, table_width: int, max_num_seqs: int) -> None:
+    def __init__(self, table_width: int, max_num_seqs: int, *, fills: bool) -> None:
         self._rows = np.zeros((max_num_seqs, len(ROW_FIELDS) + table_width), np.int32)
         self._table_width = table_width
+        self._fills = fills
         self._owners: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
         self._num_pages = [0] * max_num_seqs
 
-    def pack(self, schedule: RankSchedule, bucket: Bucket, packed: np.ndarray) -> None:
-        """Writes the rank's part of a step into ``packed`` ``[X]``, which is zero."""
+    def pack(self, schedule: RankSchedule, bucket: Bucket, packed: np.ndarray) -> list[ScheduledSequence]:
+        """Writes the rank's part of a step into ``packed`` ``[X]``, which is zero. Returns the sequences whose slots are to be filled before it."""
         scheduled = schedule.sequences
         packed[0], packed[1] = schedule.num_decodes, len(scheduled)
         tokens: list[int] = []
         lengths: list[int] = []
         contexts: list[int] = []
         slots: list[int] = []
+        beginning: list[int] = []
+        filled: list[ScheduledSequence] = []
         for item in scheduled:
             sequence, end = item.sequence, item.start + item.num_tokens
             known = sequence.token_ids
@@ -154,33 +104,42 @@ class _RankRows:
                 tokens.append(known[item.start] if item.start < len(known) else FROM_CARRY)
             else:
                 tokens += known[item.start : end]
+            slot = sequence.slot
+            if self._owners[slot] != (sequence, sequence.num_preemptions):
+                self._begin(sequence)
+                if self._fills and item.start > 0:
+                    filled.append(item)
+                else:
+                    beginning.append(len(slots))
+            if len(sequence.page_ids) != self._num_pages[slot]:
+                self._add_pages(sequence)
             lengths.append(item.num_tokens)
             contexts.append(end)
-            slots.append(sequence.slot)
-            if len(sequence.page_ids) != self._num_pages[sequence.slot] or self._owners[sequence.slot] != (sequence, sequence.num_preemptions):
-                self._update_slot(sequence)
+            slots.append(slot)
         packed[2 : 2 + len(tokens)] = tokens
-        rows = packed[2 + bucket.num_tokens :].reshape(bucket.num_rows, -1)
+        rows = _rows(packed, bucket)
         live = rows[: len(scheduled)]
         width = len(ROW_FIELDS) + max((self._num_pages[slot] for slot in slots), default=0)  # copying whole tables of 131,072 tokens took ten times the rest
         live[:, :width] = self._rows[:, :width][slots]
-        live[:, 0], live[:, 1], live[:, 2] = lengths, contexts, slots
-        rows[len(scheduled) :, 2] = len(self._owners)  # A slot out of range: nothing is kept of a padding row.
+        fields = records(live)
+        fields["query_len"], fields["context_len"], fields["slot"] = lengths, contexts, slots
+        if beginning:
+            fields["begins"][beginning] = 1
+        set_defaults(rows[len(scheduled) :])
+        return filled
 
-    def _update_slot(self, sequence: Sequence) -> None:
-        slot, row = sequence.slot, self._rows[sequence.slot]
+    def _begin(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        self._owners[slot] = (sequence, sequence.num_preemptions)
+        self._num_pages[slot] = 0
+        set_owner(self._rows[slot], sequence)
+
+    def _add_pages(self, sequence: Sequence) -> None:
+        slot, num_pages = sequence.slot, len(sequence.page_ids)
+        assert num_pages <= self._table_width, "the scheduler gave a sequence more pages than the table holds"
         first_page = self._num_pages[slot]
-        if self._owners[slot] != (sequence, sequence.num_preemptions):
-            self._owners[slot] = (sequence, sequence.num_preemptions)
-            first_page = 0
-            params = sequence.request.params
-            row[3:8].view(np.float32)[[0, 2, 3]] = params.temperature, params.top_p, params.min_p
-            row[4] = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
-            row[7:8].view(np.uint32)[0] = sequence.seed
-        assert len(sequence.page_ids) <= self._table_width, "the scheduler gave a sequence more pages than the table holds"
-        table = row[len(ROW_FIELDS) :]
-        table[first_page : len(sequence.page_ids)] = sequence.page_ids[first_page:]
-        self._num_pages[slot] = len(sequence.page_ids)
+        self._rows[slot, len(ROW_FIELDS) + first_page : len(ROW_FIELDS) + num_pages] = sequence.page_ids[first_page:]
+        self._num_pages[slot] = num_pages
 
 
 def packed_batch(bucket: Bucket, *, num_rows: int, query_len: int, context_len: int, page_size: int, num_ranks: int = 1) -> np.ndarray:
@@ -196,19 +155,31 @@ def packed_batch(bucket: Bucket, *, num_rows: int, query_len: int, context_len: 
     """
     packed = np.zeros((num_ranks, bucket.packed_size), np.int32)
     packed[:, :2] = num_rows if query_len == 1 else 0, num_rows
-    rows = packed[:, 2 + bucket.num_tokens :].reshape(num_ranks, bucket.num_rows, -1)[:, :num_rows]
-    rows[..., 0], rows[..., 1], rows[..., 2] = query_len, context_len, np.arange(num_rows)
+    rows = _rows(packed, bucket)
+    set_defaults(rows)
+    live = rows[:, :num_rows]
+    fields = records(live)
+    fields["query_len"], fields["context_len"], fields["slot"] = query_len, context_len, np.arange(num_rows)
     num_pages = ceil_div(context_len, page_size)
-    rows[..., len(ROW_FIELDS) : len(ROW_FIELDS) + num_pages] = np.arange(num_rows * num_pages).reshape(num_rows, num_pages)
+    live[..., len(ROW_FIELDS) : len(ROW_FIELDS) + num_pages] = np.arange(num_rows * num_pages).reshape(num_rows, num_pages)
     return packed
 
 
-def table_width(max_model_len: int, page_size: int) -> int:
-    """M: pages of the longest sequence."""
-    return ceil_div(max_model_len, page_size)
+def _rows(packed: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """The rows ``[..., B, fields and pages]`` of a packed batch ``[..., X]``, as a view."""
+    return packed[..., 2 + bucket.num_tokens :].reshape(*packed.shape[:-1], bucket.num_rows, -1)
 
 
-def _at_least(ascending: tuple[int, ...], value: int) -> int:
-    index = bisect.bisect_left(ascending, value)
-    assert index < len(ascending), f"no bucket holds {value}; the largest is {ascending[-1]}"
-    return ascending[index]
+def _fills(filled: SequenceOf[SequenceOf[ScheduledSequence]]) -> np.ndarray:
+    """What :class:`Batch` has for the sequences of each rank whose slots are to be filled."""
+    if not any(filled):
+        return np.zeros((0, len(filled), 2 + FILL_TOKENS), np.int32)
+    portions = [[(item.sequence, first, item.start) for item in items for first in range(0, item.start, FILL_TOKENS)] for items in filled]
+    fills = np.full((max(map(len, portions)), len(filled), 2 + FILL_TOKENS), NO_TOKEN, np.int32)
+    fills[:, :, 0] = OFF
+    for rank, each in enumerate(portions):
+        for fill, (sequence, first, end) in zip(fills[:, rank], each, strict=False):
+            token_ids = sequence.token_ids[first : min(first + FILL_TOKENS, end)]
+            fill[0], fill[1] = sequence.slot, first
+            fill[2 : 2 + len(token_ids)] = token_ids
+    return fills

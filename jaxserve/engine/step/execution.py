@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import Config
+from jaxserve.engine.step.buckets import SAMPLING_STAGES, Sampling
 from jaxserve.models.params import LayersForm
 
 _TOKEN_COUNTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -34,6 +35,7 @@ class Execution:
         kv_dtype: Of keys and values.
         token_buckets: Token counts of mixed steps.
         sequence_buckets: Sequence counts.
+        sampling: The programs of each bucket's shapes.
     """
 
     platform: str
@@ -41,6 +43,7 @@ class Execution:
     kv_dtype: Any
     token_buckets: tuple[int, ...]
     sequence_buckets: tuple[int, ...]
+    sampling: tuple[Sampling, ...]
 
 
 def compiler_options(device_kind: str) -> dict[str, str]:
@@ -54,6 +57,7 @@ def choose_execution(config: Config, platform: str) -> Execution:
     Scanned layers compile in 1 to 3 s a bucket whatever the depth. They are unrolled where the loop costs too much: XLA:GPU copies each layer's
     weights out of the stack in every iteration, and JAX 0.10 on CPU converts whole bfloat16 layers to float32. There fewer buckets are compiled, for each
     takes 10 s and more. The same JAX promotes a bfloat16 pool to float32 for each write, so keys and values are float32 from the start.
+    On GPU a conditional makes the host wait for the device, so what rows sample takes programs of its own.
     """
     dtype = jnp.dtype(config.model.dtype)
     slow_bf16 = platform == "cpu" and jax.__version_info__ < (0, 11) and dtype == jnp.bfloat16
@@ -72,4 +76,5 @@ def choose_execution(config: Config, platform: str) -> Execution:
         kv_dtype=jnp.dtype(kv_dtype),
         token_buckets=config.engine.token_buckets or (_FEW_TOKEN_COUNTS if unrolled else _TOKEN_COUNTS),
         sequence_buckets=config.engine.sequence_buckets or (_FEW_ROW_COUNTS if unrolled else _ROW_COUNTS),
+        sampling=tuple(SAMPLING_STAGES) if platform == "gpu" else ("any",),
     )

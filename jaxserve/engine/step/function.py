@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
-from jaxserve.engine.step.batch import FROM_CARRY, ROW_FIELDS, Bucket
+from jaxserve.engine.step.batch import FROM_CARRY
+from jaxserve.engine.step.buckets import Bucket
 from jaxserve.engine.step.execution import compiler_options
+from jaxserve.engine.step.rows import OFF, OWNER_FIELDS, ROW_FIELDS
 from jaxserve.engine.step.sampler import SamplingArrays, sample
+from jaxserve.engine.step.slot_state import SlotState, SlotTokens, States, advance
 from jaxserve.engine.step.split_sampler import sample_split
 from jaxserve.kernels_pallas.ragged_paged_attention.api import Implementation, KVPool, PoolShape, Problem, RaggedBatch, make_problem, ragged_paged_attention
 from jaxserve.mesh import DATA, EACH_DEVICE, EACH_RANK, REPLICATED, Layout
@@ -26,6 +29,11 @@ class Carry(NamedTuple):
     """What stays on the device between steps because the next step may need it before the host has seen it. One entry a sequence slot, rank by rank."""
 
     last_token: Int32[Array, "slots"]
+    """Last token sampled."""
+    num_tokens: Int32[Array, "slots"]
+    """Tokens of the sequence that steps have run, or found computed: the position of ``last_token``."""
+    states: States
+    """Wide state, for what an engine has of it."""
 
 
 class StepInput(NamedTuple):
@@ -39,6 +47,8 @@ class StepInput(NamedTuple):
     """Packed index of each row's last token; any for an empty row."""
     slot_B: Int32[Array, "B"]
     """Sequence slot of each row; out of range for an empty row."""
+    begins_B: Bool[Array, "B"]
+    """Whether the slot's wide state is to be reset first."""
     ragged: RaggedBatch
     sampling: SamplingArrays
 
@@ -62,7 +72,7 @@ def attention_problem(model: Model, bucket: Bucket, shape: PoolShape, layout: La
         )  # fmt: skip
 
 
-def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Implementation, layout: Layout) -> Step:
+def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Implementation, layout: Layout, states: Sequence[SlotState] = ()) -> Step:
     """The step of one bucket: ``step(params, pool, carry, packed_RX) -> (pool, carry, token_ids_RB)``.
 
     Pure. Donate ``pool`` and ``carry``. Padding is inert: it writes to no page and to no slot, and no live row reads it.
@@ -76,17 +86,21 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
         shape: A device's part of the pool.
         attention: Its implementation, which the pool's layout belongs to.
         layout: The mesh and the sharding rules.
+        states: The wide state of each slot.
     """
     spec = model.spec
     problem = attention_problem(model, bucket, shape, layout)
     vocab_axis = layout.model_axis("vocab")
     per_head = PartitionSpec(DATA, layout.model_axis("kv_heads"))
 
-    def read_batch(packed_1X: Array, carry: Carry) -> tuple[StepInput, Any, Array]:
+    def read_batch(packed_1X: Array, carry: Carry) -> tuple[StepInput, Any, Array, States]:
         batch = unpack(packed_1X[0], bucket, page_size=shape.page_size, num_pages=shape.num_pages)
         work = jax.tree.map(lambda array: array[None], attention.prepare(batch.ragged, problem))  # A first axis to lie along, of arrays of any shape.
         carried_T = carry.last_token.at[batch.slot_B[batch.row_T]].get(mode="clip")
-        return batch, work, jnp.where(batch.token_ids_T == FROM_CARRY, carried_T, batch.token_ids_T)
+        token_ids_T = jnp.where(batch.token_ids_T == FROM_CARRY, carried_T, batch.token_ids_T)
+        is_token_T = jnp.arange(bucket.num_tokens) < batch.ragged.query_starts_B1[-1]
+        tokens = SlotTokens(token_ids_T, batch.ragged.positions_T, jnp.where(is_token_T, batch.slot_B[batch.row_T], OFF))
+        return batch, work, token_ids_T, advance(carry.states, states, batch.slot_B, batch.begins_B, tokens)
 
     def attend_one(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, ragged: RaggedBatch, work: Any, layer: Any, window: Any) -> tuple[Array, KVPool]:
         return ragged_paged_attention(
@@ -95,8 +109,14 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
         )  # fmt: skip
 
     def choose_tokens(logits_BV: Array, batch: StepInput, carry: Carry) -> tuple[Carry, Array]:
-        token_ids_B = sample(logits_BV, batch.sampling) if vocab_axis is None else sample_split(logits_BV, batch.sampling, vocab_axis)
-        carry = Carry(carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop"))
+        if vocab_axis is None:
+            token_ids_B = sample(logits_BV, batch.sampling, sampling=bucket.sampling)
+        else:
+            token_ids_B = sample_split(logits_BV, batch.sampling, vocab_axis, sampling=bucket.sampling)
+        carry = carry._replace(
+            last_token=carry.last_token.at[batch.slot_B].set(token_ids_B, mode="drop"),
+            num_tokens=carry.num_tokens.at[batch.slot_B].set(batch.ragged.context_lens_B, mode="drop"),
+        )
         # The leader of several processes sees its own devices only.
         return carry, lax.all_gather(token_ids_B, DATA, tiled=True) if layout.is_multi_process else token_ids_B
 
@@ -111,14 +131,14 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
     choose_all_tokens = layout.map_devices(choose_tokens, in_specs=(PartitionSpec(DATA, vocab_axis), EACH_RANK, EACH_RANK), out_specs=(EACH_RANK, chosen_by))
 
     def step(params: Params, pool: KVPool, carry: Carry, packed_RX: Array) -> tuple[KVPool, Carry, Array]:
-        batch, work, token_ids_T = read_batches(packed_RX, carry)
+        batch, work, token_ids_T, slot_states = read_batches(packed_RX, carry)
 
         def attend(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, layer: Array | int, window: Array | int) -> tuple[Array, KVPool]:
             return attend_all(q_TNH, k_TKH, v_TKH, pool, batch.ragged, work, layer, window)
 
         x_TD, pool = model.forward(params, token_ids_T, batch.ragged.positions_T, pool, attend)
         logits_BV = model.logits(params, take_rows(x_TD, batch.last_token_B))
-        carry, token_ids_B = choose_all_tokens(logits_BV, batch, carry)
+        carry, token_ids_B = choose_all_tokens(logits_BV, batch, carry._replace(states=slot_states))
         # Said once more for XLA, which otherwise brings the tokens of all data ranks together.
         return pool, carry, lax.with_sharding_constraint(token_ids_B, layout.sharding(chosen_by))
 
@@ -136,7 +156,8 @@ def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pag
     """
     T, B = bucket.num_tokens, bucket.num_rows
     rows = packed[2 + T :].reshape(B, -1)
-    query_len_B, context_len_B, slot_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B = (rows[:, column] for column in range(len(ROW_FIELDS)))
+    fields = {field.name: _typed(rows[:, column], field.dtype) for column, field in enumerate(ROW_FIELDS)}
+    query_len_B, context_len_B = fields["query_len"], fields["context_len"]
     table_BM = rows[:, len(ROW_FIELDS) :]
     query_ends_B = jnp.cumsum(query_len_B)
     query_starts_B1 = jnp.concatenate([jnp.zeros(1, jnp.int32), query_ends_B])
@@ -147,22 +168,12 @@ def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pag
     position_T = jnp.where(live_T, (context_len_B - query_ends_B)[row_T] + token_T, 0)
     slots_T = jnp.where(live_T, table_BM[row_T, position_T // page_size] * page_size + position_T % page_size, num_pages * page_size)
     ragged = RaggedBatch(context_len_B, query_starts_B1, table_BM, slots_T, position_T, packed[:2])
+    sampling = SamplingArrays(**{f"{field.name}_B": fields[field.name] for field in OWNER_FIELDS}, position_B=context_len_B)
+    return StepInput(packed[2 : 2 + T], row_T, jnp.maximum(query_ends_B - 1, 0), fields["slot"], fields["begins"] != 0, ragged, sampling)
 
-    def as_float(column: Array) -> Array:
-        return lax.bitcast_convert_type(column, jnp.float32)
 
-    temperature_B, top_p_B, min_p_B = as_float(temperature_B), as_float(top_p_B), as_float(min_p_B)
-    # The filters of one row make the sampler search for the thresholds of all; those of a greedy or an empty row would do so for nothing.
-    draws_B = temperature_B > 0
-    sampling = SamplingArrays(
-        temperature_B=temperature_B,
-        top_k_B=jnp.where(draws_B, top_k_B, jnp.iinfo(jnp.int32).max),
-        top_p_B=jnp.where(draws_B, top_p_B, 1.0),
-        min_p_B=jnp.where(draws_B, min_p_B, 0.0),
-        seed_B=lax.bitcast_convert_type(seed_B, jnp.uint32),
-        position_B=context_len_B,
-    )
-    return StepInput(packed[2 : 2 + T], row_T, jnp.maximum(query_ends_B - 1, 0), slot_B, ragged, sampling)
+def _typed(column_B: Int32[Array, "B"], dtype: Any) -> Array:
+    return column_B if dtype == column_B.dtype else lax.bitcast_convert_type(column_B, dtype)
 
 
 def abstract_params(model: Model, layout: Layout) -> Params:
@@ -171,10 +182,13 @@ def abstract_params(model: Model, layout: Layout) -> Params:
     return jax.tree.map(lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), model.abstract_params(), shardings)
 
 
-def abstract_carry(max_num_seqs: int, layout: Layout) -> Carry:
-    """The carry as an abstract array with its sharding; ``max_num_seqs`` slots a rank."""
-    slots: Any = jax.ShapeDtypeStruct((layout.shape.data * max_num_seqs,), jnp.int32, sharding=layout.sharding(EACH_RANK))
-    return Carry(slots)
+def abstract_carry(max_num_seqs: int, layout: Layout, states: Sequence[SlotState] = ()) -> Carry:
+    """The carry as abstract arrays with their shardings; ``max_num_seqs`` slots a rank."""
+
+    def of_slots(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((layout.shape.data * max_num_seqs, *shape), dtype, sharding=layout.sharding(EACH_RANK))
+
+    return Carry(of_slots((), jnp.int32), of_slots((), jnp.int32), {state.name: of_slots(state.shape, state.dtype) for state in states})
 
 
 def lower_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: Bucket, layout: Layout) -> jax.stages.Lowered:

@@ -1,16 +1,23 @@
-"""Choosing the next token from logits, on the device, each row by its own parameters. Pure functions of arrays; no sort of the vocabulary."""
+"""Choosing the next token from logits, on the device, each row by its own parameters. Pure functions of arrays; no sort of the vocabulary.
+
+Logits become tokens in stages, the same ones whether the vocabulary lies on one device or is split (``step.split_sampler``): changes of the logits
+(``LOGITS_STAGES``), temperature, filters (``FILTERS``), draw. A stage that no row needs is left out: see :func:`when`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxserve.dims import round_up
+from jaxserve.engine.step.buckets import SAMPLING_STAGES, Sampling
+from jaxserve.engine.step.rows import OFF, ROW_FIELDS
 
 CHUNK = 256
 """Vocabulary entries of one chunk of the two-level searches. On CPU an argmax over V = 49,152 in one level took 3.5 ms for 32 rows, in two 0.13."""
@@ -18,38 +25,129 @@ CHUNK = 256
 _ONE_BITS = 0x3F800000
 """float32 1.0 as an integer: the bits of floats in [0, 1] are ordered as the floats are."""
 
+_FIELDS = {field.name: field for field in ROW_FIELDS}
+
 
 class SamplingArrays(NamedTuple):
-    """Sampling parameters of a step's rows. A greedy row has temperature 0; ``top_k`` is V or more where it is off."""
+    """Sampling parameters of the rows of logits, named as the row schema's fields (``step.rows``). A greedy row has temperature 0 and no filters."""
 
     temperature_B: Float[Array, "B"]
     top_k_B: Int32[Array, "B"]
+    """V or more where it is off."""
     top_p_B: Float[Array, "B"]
     min_p_B: Float[Array, "B"]
     seed_B: UInt32[Array, "B"]
     position_B: Int32[Array, "B"]
     """Position that the new token will have in its sequence."""
 
+    def need(self, name: str) -> Bool[Array, ""]:
+        """Whether any row has a field that is not the schema's default."""
+        return jnp.any(getattr(self, f"{name}_B") != _FIELDS[name].default)
 
-def sample(logits_BV: Float[Array, "B V"], params: SamplingArrays) -> Int32[Array, "B"]:
-    """One token id a row.
+
+@dataclasses.dataclass(frozen=True)
+class LogitsStage:
+    """A change of the logits before anything else looks at them: bias and penalties, masks.
+
+    Args:
+        name: A field of the row schema; a row needs the stage where that is not the default.
+        apply: ``apply(logits_BV, params)``, elementwise in V, for ``logits_BV`` may be a part of the vocabulary.
+    """
+
+    name: str
+    apply: Callable[[Array, SamplingArrays], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """A filter that keeps a row's tokens from some weight on, which has to be searched for.
+
+    Args:
+        name: As a logits stage's.
+        search: ``search(weights, params, total)``: the least weight that each row keeps, 0 where it has the filter off. ``weights`` are those that the filters
+            before have left; ``total`` adds up a row's number over all parts of the vocabulary.
+    """
+
+    name: str
+    search: Callable[[Array, SamplingArrays, Callable[[Array], Array]], Array]
+
+
+def when(name: str, params: SamplingArrays, sampling: Sampling, needed: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
+    """``needed()`` if any row has more than the default in a field, else ``otherwise()``. Only one of them is computed.
+
+    Args:
+        name: A field of the row schema that has a stage.
+        params: Of each row.
+        sampling: ``any`` decides on the device. The other programs have their stages once and for all, and the host calls one that has what the rows need.
+        needed: Computes the array.
+        otherwise: Likewise.
+    """
+    if sampling == "any":
+        return lax.cond(params.need(name), needed, otherwise)
+    return needed() if _FIELDS[name].stage in SAMPLING_STAGES[sampling] else otherwise()
+
+
+LOGITS_STAGES: tuple[LogitsStage, ...] = ()
+"""In order: bias and penalties, then masks. No field of the row schema calls for one so far."""
+
+
+def sample(
+    logits_BV: Float[Array, "B V"], params: SamplingArrays, *, sampling: Sampling = "any", stages: Sequence[LogitsStage] = LOGITS_STAGES
+) -> Int32[Array, "B"]:
+    """One token id for each row of logits.
 
     Temperature, then top-k, then top-p on what top-k left, then min-p relative to the most likely token. Tokens of equal probability at a
     threshold stay together. The random number of a row is ``uniform(fold_in(key(seed), position))``: no batch mate, slot, chunk or mesh enters.
     Rows with temperature 0 take the lowest id among the largest logits; when all are such, nothing else is computed.
-    """
-    chunked = split_into_chunks(logits_BV)
-    greedy_B = argmax(chunked)
 
-    def draw() -> Array:
+    Args:
+        logits_BV: Of the whole vocabulary.
+        params: Of each row.
+        sampling: The stages that the program has; the rows need no others.
+        stages: What changes the logits first.
+    """
+    vocab_size = logits_BV.shape[1]
+
+    def drawn(logits_BV: Array, params: SamplingArrays) -> Array:
+        chunked = split_into_chunks(logits_BV)
         weights = weigh(chunked, chunked.max((1, 2)), params)
-        weights = keep(weights, threshold(weights, params, logits_BV.shape[1]))
+        weights = keep(weights, threshold(weights, params, sampling))
         running = jnp.cumsum(weights.sum(-1), axis=-1)
         # Logits that are NaN draw nothing in particular, but an id of the vocabulary.
-        drawn_B = jnp.minimum(find(weights, running, uniform(params) * running[:, -1]), logits_BV.shape[1] - 1)
-        return jnp.where(params.temperature_B > 0, drawn_B, greedy_B)
+        drawn_B = jnp.minimum(find(weights, running, uniform(params) * running[:, -1]), vocab_size - 1)
+        return jnp.where(params.temperature_B > 0, drawn_B, argmax(chunked))
 
-    return lax.cond(jnp.any(params.temperature_B > 0), draw, lambda: greedy_B)
+    return choose(logits_BV, params, sampling, stages, vocab_size, drawn, lambda logits_BV: argmax(split_into_chunks(logits_BV)))
+
+
+def choose(
+    logits_BV: Float[Array, "B V"],
+    params: SamplingArrays,
+    sampling: Sampling,
+    stages: Sequence[LogitsStage],
+    vocab_size: int,
+    drawn: Callable[[Array, SamplingArrays], Array],
+    greedy: Callable[[Array], Array],
+) -> Int32[Array, "B"]:
+    """The stages that do not depend on where the vocabulary lies, around those that do.
+
+    Args:
+        logits_BV: Of the vocabulary, or of this device's part.
+        params: Of each row.
+        sampling: See :func:`sample`.
+        stages: Likewise.
+        vocab_size: V, of the whole.
+        drawn: Chooses the tokens by the parameters of each row, from the changed logits.
+        greedy: Chooses them where all rows are greedy.
+    """
+    params = params._replace(top_k_B=jnp.where(params.top_k_B < vocab_size, params.top_k_B, OFF))
+    for stage in stages:
+        logits_BV = _changed(stage, logits_BV, params, sampling)
+    return when("temperature", params, sampling, lambda: drawn(logits_BV, params), lambda: greedy(logits_BV))
+
+
+def _changed(stage: LogitsStage, logits_BV: Array, params: SamplingArrays, sampling: Sampling) -> Array:
+    return when(stage.name, params, sampling, lambda: stage.apply(logits_BV, params), lambda: logits_BV)
 
 
 def split_into_chunks(logits_BV: Float[Array, "B V"]) -> Float[Array, "B C chunk"]:
@@ -83,33 +181,47 @@ def keep(weights: Float[Array, "B C chunk"], threshold_B: Float[Array, "B"]) -> 
 
 
 def threshold(
-    weights: Float[Array, "B C chunk"], params: SamplingArrays, vocab_size: int, total: Callable[[Array], Array] = lambda part_B: part_B
+    weights: Float[Array, "B C chunk"], params: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
 ) -> Float[Array, "B"]:
-    """The weight from which on a row's tokens stay, after top-k, top-p and min-p.
+    """The weight from which on a row's tokens stay, after all filters.
 
     Args:
         weights: From :func:`weigh`, of the whole vocabulary or of a part.
         params: Of each row.
-        vocab_size: V, of the whole.
+        sampling: See :func:`sample`.
         total: Adds up a row's number over all parts.
     """
+    threshold_B = jnp.zeros_like(params.top_p_B)
+    for each in FILTERS:
+        found_B = search(each, weights, params, sampling, total)
+        weights = keep(weights, found_B)
+        threshold_B = jnp.maximum(threshold_B, found_B)
+    return jnp.maximum(threshold_B, params.min_p_B)  # min-p's own value is a weight: there is nothing to search for
 
-    def top_k() -> Array:
-        # Counted in float32, exact below 2**24: a sum of booleans took four times as long on CPU.
-        count = params.top_k_B.astype(jnp.float32)
-        found_B = _largest_threshold(weights, lambda kept: total(jnp.where(kept, 1.0, 0.0).sum((1, 2))), count)
-        return jnp.where(params.top_k_B < vocab_size, found_B, 0.0)
 
-    threshold_B = lax.cond(jnp.any(params.top_k_B < vocab_size), top_k, lambda: jnp.zeros_like(params.top_p_B))
-    weights = keep(weights, threshold_B)
+def search(
+    which: Filter, weights: Float[Array, "B C chunk"], params: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
+) -> Float[Array, "B"]:
+    """The weight from which on a row's tokens stay after one filter; see :func:`threshold`."""
+    return when(which.name, params, sampling, lambda: which.search(weights, params, total), lambda: jnp.zeros_like(params.top_p_B))
 
-    def top_p() -> Array:
-        target = params.top_p_B * total(weights.sum((1, 2)))
-        found_B = _largest_threshold(weights, lambda kept: total(jnp.where(kept, weights, 0.0).sum((1, 2))), target)
-        return jnp.where(params.top_p_B < 1.0, found_B, 0.0)
 
-    threshold_B = jnp.maximum(threshold_B, lax.cond(jnp.any(params.top_p_B < 1.0), top_p, lambda: jnp.zeros_like(params.top_p_B)))
-    return jnp.maximum(threshold_B, params.min_p_B)
+def _search_top_k(weights: Array, params: SamplingArrays, total: Callable[[Array], Array]) -> Array:
+    # Counted in float32, exact below 2**24: a sum of booleans took four times as long on CPU.
+    count_B = params.top_k_B.astype(jnp.float32)
+    found_B = _largest_threshold(weights, lambda kept: total(jnp.where(kept, 1.0, 0.0).sum((1, 2))), count_B)
+    return jnp.where(params.top_k_B < OFF, found_B, 0.0)
+
+
+def _search_top_p(weights: Array, params: SamplingArrays, total: Callable[[Array], Array]) -> Array:
+    target_B = params.top_p_B * total(weights.sum((1, 2)))
+    found_B = _largest_threshold(weights, lambda kept: total(jnp.where(kept, weights, 0.0).sum((1, 2))), target_B)
+    return jnp.where(params.top_p_B < 1.0, found_B, 0.0)
+
+
+TOP_K, TOP_P = Filter("top_k", _search_top_k), Filter("top_p", _search_top_p)
+FILTERS = (TOP_K, TOP_P)
+"""In order. Min-p comes after them."""
 
 
 def _largest_threshold(weights: Array, measure: Callable[[Array], Array], target_B: Array) -> Array:

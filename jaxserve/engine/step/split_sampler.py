@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.engine.step.sampler import SamplingArrays, argmax, find, keep, split_into_chunks, threshold, uniform, weigh
+from jaxserve.engine.step.buckets import Sampling
+from jaxserve.engine.step.rows import OFF
+from jaxserve.engine.step.sampler import (
+    FILTERS,
+    LOGITS_STAGES,
+    TOP_K,
+    TOP_P,
+    LogitsStage,
+    SamplingArrays,
+    argmax,
+    choose,
+    find,
+    keep,
+    search,
+    split_into_chunks,
+    threshold,
+    uniform,
+    weigh,
+)
 from jaxserve.kernels_pallas.target import current_target
 
 NUM_CANDIDATES = 64
 """Likeliest tokens that each part sends: all that top-k up to this can keep, and nearly always all that top-p keeps."""
 
 
-def sample_split(logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: str) -> Int32[Array, "B"]:
-    """One token id a row, the same on every device of the axis, and the same as :func:`jaxserve.engine.step.sampler.sample` of the whole vocabulary.
+def sample_split(
+    logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: str, *, sampling: Sampling = "any", stages: Sequence[LogitsStage] = LOGITS_STAGES
+) -> Int32[Array, "B"]:
+    """One token id for each row of logits, the same on every device of the axis, and the same as :func:`jaxserve.engine.step.sampler.sample` of the whole.
 
     Each part sends its candidates, their largest included, and the sum of its weights. A row whose filters keep candidates only, which the least of them
     tells, is drawn from these. Where a row keeps more (no top-k and no top-p, or a very flat distribution), the running sums of the parts decide which one
-    holds the token; only there, and only with top-k or top-p, the thresholds are searched with a reduction a round.
+    holds the token; only there, and only with top-k or top-p, the thresholds are searched with a reduction a round. A program without filters sends no
+    candidates but the largest; one that may not decide on the device always searches.
 
     Args:
         logits_BV: This device's part of the vocabulary: equal parts, in order.
         params: Of each row, equal on all devices of the axis.
         axis: Mesh axis that the vocabulary is split over; call it inside ``shard_map``.
+        sampling: The stages that the program has; the rows need no others.
+        stages: What changes the logits first.
     """
     part_size = logits_BV.shape[1]
     first_id = lax.axis_index(axis) * part_size
+    sends_all = part_size <= NUM_CANDIDATES  # Then every row is drawn from the candidates, by any program.
 
-    def greedy() -> Array:
+    def largest(logits_BV: Array) -> tuple[Array, Array]:
+        """Each part's largest logit and its id ``[B, parts, 1]``."""
         token_B = argmax(split_into_chunks(logits_BV))
         value_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
-        return _best(*_gather(value_B[:, None], token_B[:, None] + first_id, axis))
+        return _gather(value_B[:, None], token_B[:, None] + first_id, axis)
 
-    def drawn() -> Array:
+    def drawn_plain(logits_BV: Array, params: SamplingArrays) -> Array:
+        values_BP1, ids_BP1 = largest(logits_BV)
+        token_B = _draw_from_all(logits_BV, values_BP1[..., 0].max(-1), params, sampling, axis)
+        return jnp.where(params.temperature_B > 0, token_B, _best(values_BP1, ids_BP1))
+
+    def drawn(logits_BV: Array, params: SamplingArrays) -> Array:
         candidates = lax.top_k(logits_BV, min(NUM_CANDIDATES, part_size))
         if current_target().platform == "tpu":
             # Where a slice of the result is in sight, XLA:TPU sorts the whole part instead (8 s of compiling, and it runs longer). JAX 0.10's XLA:CPU
@@ -49,20 +81,25 @@ def sample_split(logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: s
         weights_BPC = weigh(values_BPC, largest_B, params)
         total_B = (sums_BP * weights_BPC[..., 0]).sum(-1)
         # A token that a part did not send weighs at most as much as the least that it did.
-        unsent_B = jnp.full_like(total_B, -1.0) if values_BC.shape[1] == part_size else weights_BPC[..., -1].max(-1)
-        kept_BX, covers_B = _filter(weights_BPC.reshape(len(total_B), -1), total_B, unsent_B, params, part_size * values_BPC.shape[1])
+        unsent_B = jnp.full_like(total_B, -1.0) if sends_all else weights_BPC[..., -1].max(-1)
+        kept_BX, covers_B = _filter(weights_BPC.reshape(len(total_B), -1), total_B, unsent_B, params, sampling)
         token_B = _draw(kept_BX, ids_BPC.reshape(kept_BX.shape), uniform(params))
         covers_B |= params.temperature_B <= 0
         # Rows that are drawn already must not make the others search for their thresholds.
         rest = params._replace(
-            top_k_B=jnp.where(covers_B, jnp.iinfo(jnp.int32).max, params.top_k_B),
+            top_k_B=jnp.where(covers_B, OFF, params.top_k_B),
             top_p_B=jnp.where(covers_B, 1.0, params.top_p_B),
             min_p_B=jnp.where(covers_B, 0.0, params.min_p_B),
         )
-        token_B = lax.cond(jnp.all(covers_B), lambda: token_B, lambda: jnp.where(covers_B, token_B, _draw_from_all(logits_BV, largest_B, rest, axis)))
+
+        def drawn_rest() -> Array:
+            return jnp.where(covers_B, token_B, _draw_from_all(logits_BV, largest_B, rest, sampling, axis))
+
+        token_B = lax.cond(jnp.all(covers_B), lambda: token_B, drawn_rest) if sampling == "any" else drawn_rest()
         return jnp.where(params.temperature_B > 0, token_B, _best(values_BPC[..., :1], ids_BPC[..., :1]))
 
-    return lax.cond(jnp.any(params.temperature_B > 0), drawn, greedy)
+    by_rows = drawn_plain if sampling == "plain" and not sends_all else drawn
+    return choose(logits_BV, params, sampling, stages, part_size * lax.axis_size(axis), by_rows, lambda logits_BV: _best(*largest(logits_BV)))
 
 
 def _gather(values_BC: Array, ids_BI: Array, axis: str) -> tuple[Array, Array]:
@@ -79,23 +116,25 @@ def _best(values_BP1: Array, ids_BP1: Array) -> Array:
     return jnp.take_along_axis(ids_BP1[..., 0], part_B[:, None], axis=1)[:, 0]
 
 
-def _filter(weights_BX: Array, total_B: Array, unsent_B: Array, params: SamplingArrays, vocab_size: int) -> tuple[Array, Array]:
-    """Top-k, top-p and min-p among candidates: the weights that stay, and whether no other token would have stayed.
+def _filter(weights_BX: Array, total_B: Array, unsent_B: Array, params: SamplingArrays, sampling: Sampling) -> tuple[Array, Array]:
+    """The filters among candidates: the weights that stay, and whether no other token would have stayed.
 
     Args:
         weights_BX: Of the candidates.
         total_B: Sum of the weights of all tokens.
         unsent_B: No token that is not a candidate weighs more.
         params: Of each row.
-        vocab_size: V.
+        sampling: See ``sampler.sample``.
     """
+    assert FILTERS == (TOP_K, TOP_P), "each filter has its own way to tell from candidates what the whole vocabulary would keep"
     one_chunk = weights_BX[:, None]
-    is_top_k_B = params.top_k_B < vocab_size
-    top_k_B = threshold(one_chunk, params._replace(top_p_B=jnp.ones_like(total_B), min_p_B=jnp.zeros_like(total_B)), vocab_size)
-    kept_B = keep(one_chunk, top_k_B).sum((1, 2))
+    is_top_k_B = params.top_k_B < OFF
+    top_k_B = search(TOP_K, one_chunk, params, sampling)
+    kept = keep(one_chunk, top_k_B)
     # The share of all weights is a share of the candidates' that is larger by as much as these are fewer.
-    top_p_B = jnp.where(params.top_p_B < 1.0, jnp.minimum(params.top_p_B * jnp.where(is_top_k_B, 1.0, total_B / kept_B), 1.0), 1.0)
-    threshold_B = threshold(one_chunk, params._replace(top_p_B=top_p_B), vocab_size)
+    share_B = params.top_p_B * jnp.where(is_top_k_B, 1.0, total_B / kept.sum((1, 2)))
+    top_p_B = search(TOP_P, kept, params._replace(top_p_B=jnp.where(params.top_p_B < 1.0, jnp.minimum(share_B, 1.0), 1.0)), sampling)
+    threshold_B = jnp.maximum(jnp.maximum(top_k_B, top_p_B), params.min_p_B)
     covers_top_k_B = is_top_k_B & (params.top_k_B <= weights_BX.shape[1]) & (top_k_B > unsent_B)
     return keep(one_chunk, threshold_B)[:, 0], covers_top_k_B | (~is_top_k_B & (threshold_B > unsent_B))
 
@@ -111,11 +150,11 @@ def _draw(weights_BX: Array, ids_BX: Array, uniform_B: Array) -> Array:
     return jnp.where(hit_BX, ids_BX, ids_BX.max(1, keepdims=True)).min(1)
 
 
-def _draw_from_all(logits_BV: Array, largest_B: Array, params: SamplingArrays, axis: str) -> Array:
+def _draw_from_all(logits_BV: Array, largest_B: Array, params: SamplingArrays, sampling: Sampling, axis: str) -> Array:
     """The draw of ``sampler.sample``, every part doing its share: what is exchanged is a number or two a row."""
-    part_size, parts = logits_BV.shape[1], lax.axis_size(axis)
+    part_size = logits_BV.shape[1]
     weights = weigh(split_into_chunks(logits_BV), largest_B, params)
-    weights = keep(weights, threshold(weights, params, part_size * parts, lambda part_B: lax.psum(part_B, axis)))
+    weights = keep(weights, threshold(weights, params, sampling, lambda part_B: lax.psum(part_B, axis)))
     running_BC = jnp.cumsum(weights.sum(-1), axis=-1)
     sums_PB = lax.all_gather(running_BC[:, -1], axis)
     running_PB = jnp.cumsum(sums_PB, axis=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,16 +51,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(implementation="pallas_tpu", name="table_of_100000_pages", problem=_problem(_TPU, table_width=100_000), reason="scalar memory"),
     Refusal(implementation="pallas_gpu", name="int8_pool_of_3_gib", problem=_problem(_GPU, dtype=jnp.int8, num_pages=196_608), reason="one-byte keys"),
     Refusal(implementation="pallas_gpu", name="fp8_pool_of_3_gib", problem=_problem(_GPU, dtype=jnp.float8_e4m3fn, num_pages=196_608), reason="overflows"),
-    Refusal(implementation="pallas_gpu", name="more_than_31_bits_of_slots", problem=_problem(_GPU, num_pages=2**27), reason="slot numbers have 31 bits"),
+    Refusal(implementation="pallas_gpu", name="more_than_31_bits_of_entries", problem=_problem(_GPU, num_pages=2**27), reason="entry numbers have 31 bits"),
     Refusal(implementation="pallas_tpu", name="on_a_gpu", problem=_problem(_GPU), reason="it needs a TPU"),
     Refusal(implementation="pallas_gpu", name="on_a_tpu", problem=_problem(_TPU), reason="it needs an NVIDIA GPU"),
 )
-
-
-def rows() -> Iterator[dict[str, Any]]:
-    """Each refusal as a row of the proof harness: it holds if the message gives the reason."""
-    for refusal in REFUSALS:
-        message = refusal.message
-        held = message is not None and refusal.reason in message
-        detail = f"refused: {message}" if message else "it is served"
-        yield {"check": "refusal", "implementation": refusal.implementation, "shape": refusal.name, "held": held, "detail": detail}

@@ -1,4 +1,4 @@
-"""A target such as ``v6e:2x4`` or ``h200:8``: how many chips of which kind, joined how. Imports no jax."""
+"""A topology such as ``v6e:2x4`` or ``h200:8``: how many chips of which kind, joined how. What plans and programs are made for. Imports no jax."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Mapping
 
 from jaxserve.errors import ConfigError
 from jaxserve.kernels_pallas.chips import CHIPS, CHIPS_BY_NAME, Chip
-from jaxserve.mesh_shape import MeshShape
+from jaxserve.mesh_shape import MeshShape, complete_mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """Chips that a layout is planned for.
+class Topology:
+    """Chips of one kind, joined: what a layout is planned and programs are compiled for. Its ``str`` is jax's name of the topology.
 
     Args:
         chip: Their kind.
-        topology: The grid of a TPU slice, or the number of GPUs in one NVLink domain.
+        grid: The sides of a TPU slice, such as ``2x4``, or the number of GPUs in one NVLink domain.
     """
 
     chip: Chip
-    topology: str
+    grid: str
 
     @property
     def num_chips(self) -> int:
-        return math.prod(int(side) for side in self.topology.split("x"))
+        return math.prod(int(side) for side in self.grid.split("x"))
 
     @property
     def num_devices(self) -> int:
@@ -34,20 +34,19 @@ class Target:
         return self.num_chips * self.chip.devices_per_chip
 
     def __str__(self) -> str:
-        return f"{self.chip.name}:{self.topology}"
+        return f"{self.chip.name}:{self.grid}"
 
     def chips_of(self, mesh: MeshShape) -> int:
         """Chips that a mesh over the first devices takes."""
         return math.ceil(mesh.size / self.chip.devices_per_chip)
 
     def mesh(self, sizes: Mapping[str, int]) -> MeshShape:
-        """A mesh of which sizes may be missing: ``data`` is then 1, ``model`` what ``data`` leaves.
+        """A mesh of which sizes may be missing: ``model`` is then what the other axes leave, any other axis 1.
 
         Raises:
             ConfigError: It needs more devices than there are.
         """
-        data = sizes.get("data", 1)
-        mesh = MeshShape(data, sizes.get("model", max(1, self.num_devices // data)))
+        mesh = complete_mesh(sizes, self.num_devices)
         if mesh.size > self.num_devices:
             per_chip = f" ({self.num_chips} chips of {self.chip.devices_per_chip} devices)" if self.chip.devices_per_chip > 1 else ""
             raise ConfigError(f"the mesh {mesh} needs {mesh.size} devices; {self} has {self.num_devices}{per_chip}")
@@ -59,8 +58,8 @@ class Target:
         return [MeshShape(data, devices // data) for data in range(1, devices + 1) if devices % data == 0]
 
 
-def parse_target(text: str) -> Target:
-    """Reads ``CHIP:TOPOLOGY``. A TPU's topology is a grid or a number of chips, a GPU's a number of chips; without one the target is one chip.
+def parse_topology(text: str) -> Topology:
+    """Reads ``CHIP:TOPOLOGY``. A TPU's topology is a grid or a number of chips, a GPU's a number of chips; without one it is one chip.
 
     Raises:
         ConfigError: An unknown chip, or a topology in which that chip does not come. The message lists those that exist.
@@ -72,11 +71,11 @@ def parse_target(text: str) -> Target:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"unknown chip {name!r} in {text!r}{hint}; known: {', '.join(chip.name for chip in CHIPS)}")
     wanted = topology if separator else "1"
-    ascending = sorted(chip.topologies, key=lambda shape: Target(chip, shape).num_chips)
+    ascending = sorted(chip.topologies, key=lambda shape: Topology(chip, shape).num_chips)
     for known in ascending:
-        if wanted == known or wanted == str(Target(chip, known).num_chips):
-            return Target(chip, known)
+        if wanted == known or wanted == str(Topology(chip, known).num_chips):
+            return Topology(chip, known)
     if not separator:
-        return Target(chip, chip.topologies[0])
+        return Topology(chip, chip.topologies[0])
     kind = "grids" if chip.platform == "tpu" else "GPUs joined by NVLink:"
     raise ConfigError(f"{name} does not come as {topology!r}; {kind} {', '.join(ascending)}")

@@ -1,4 +1,4 @@
-"""jaxserve's gRPC API as a target of ``jaxserve bench``."""
+"""jaxserve's gRPC API as a system under test of ``jaxserve bench``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from jaxserve.bench.load.session import ServerInfo, ServerOptions, Session, normalize_url
-from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.load.system_under_test import RequestFailedError, Stream
 from jaxserve.bench.workload.plan import PlannedRequest
 from jaxserve.bench.workload.prompts import IdPrompts
 from jaxserve.bench.workload.workload import Workload
@@ -25,7 +25,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class GrpcTarget:
+class GrpcSystem:
     """Sends token ids to ``Generate`` and reads its stream; a response with new ids is a piece, with or without text.
 
     Args:
@@ -77,7 +77,7 @@ async def open_grpc_session(options: ServerOptions, workload: Workload) -> Async
 
     Raises:
         BenchmarkError: No server, no such model, or it refuses a first small request.
-        ConfigError: A chat, or prompts as text: this target sends ids. Or fields that no ``GenerateRequest`` has.
+        ConfigError: A chat, or prompts as text: over gRPC the benchmark sends ids. Or fields that no ``GenerateRequest`` has.
     """
     if workload.endpoint == "chat" or options.prompts == "text":
         raise ConfigError("--grpc sends completions of token ids; leave out the chat endpoint and text prompts")
@@ -93,8 +93,8 @@ async def open_grpc_session(options: ServerOptions, workload: Workload) -> Async
             info = await stub.GetModelInfo(pb.GetModelInfoRequest(model=options.model or ""), metadata=metadata, timeout=_CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise BenchmarkError(f"{address}: {error.code().name}: {error.details()}") from None
-        target = GrpcTarget(stub, info.model, metadata, fields, IdPrompts.within(info.vocab_size))
-        yield Session(target, ServerInfo(address, info.model, "grpc", "token ids", True, fields), _no_metrics, options.count_tokens)
+        system = GrpcSystem(stub, info.model, metadata, fields, IdPrompts.within(info.vocab_size))
+        yield Session(system, ServerInfo(address, info.model, "grpc", "token ids", True, fields), _no_metrics, options.count_tokens)
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ class RequestFailedError(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Stream:
-    """The answer to one request as it comes in. A target calls the methods below at the moment something arrives; times are those of the event loop.
+    """The answer to one request as it comes in. A system under test calls the methods below at the moment something arrives; times are those of the event loop.
 
     Attributes:
         piece_times_s: When each piece with new text came.
@@ -67,8 +67,8 @@ class Stream:
         self.cached_tokens = self.cached_tokens if cached_tokens is None else cached_tokens
 
 
-class Target(Protocol):
-    """A server under load."""
+class SystemUnderTest(Protocol):
+    """What load is sent to (the word is MLPerf LoadGen's): a server, or an engine in this process."""
 
     def prepare(self, request: PlannedRequest) -> Any:
         """Everything that can be done before a request is due, such as its body's bytes."""

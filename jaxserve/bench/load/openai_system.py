@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's HTTP API, as a target of load."""
+"""A server that speaks OpenAI's HTTP API, as a system under test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from jaxserve.bench.load.http_client import Answer, HttpClient
 from jaxserve.bench.load.sse import EventReader
-from jaxserve.bench.load.target import RequestFailedError, Stream
+from jaxserve.bench.load.system_under_test import RequestFailedError, Stream
 from jaxserve.bench.workload.plan import PlannedRequest
 from jaxserve.bench.workload.prompts import PromptMaker
 
@@ -20,7 +20,7 @@ PATHS: Mapping[str, str] = MappingProxyType({"completions": "/v1/completions", "
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenAITarget:
+class OpenAISystem:
     """Sends completions or chats and reads their streams.
 
     A piece is a chunk with text, reasoning or tool calls. In a completion an empty chunk in mid-stream counts too: it stands for a token without text of its

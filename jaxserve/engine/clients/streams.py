@@ -1,0 +1,246 @@
+"""The requests of one event loop as streams: waiting for outputs, slow readers, leaving, ending all. The engine may be in this process or another."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from jaxserve.engine.clients.commands import Abort, Aborted, Add, Command, Delivery, GiveBack, Inspect, Inspected, Leave, SetPaused, Stop
+from jaxserve.engine.observation.inspection import SchedulerView
+from jaxserve.engine.requests.output import TextMaker
+from jaxserve.errors import EngineDeadError, EngineError, ErrorData, InvalidRequestError, from_data
+from jaxserve.request import FinishReason, Request, RequestOutput, Usage, ended_output, joined
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 5.0
+"""Commands are handled after the step under way; one that takes longer than this is stuck, or compiles."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Stream:
+    """One request as its consumer sees it.
+
+    The engine does not wait for a slow reader: when too many outputs wait for it, its request is paused.
+
+    Args:
+        number: For commands.
+        request: The request.
+        text: Makes its text, where the engine does not.
+        stop: Where its text has ended: how many generated tokens it takes, and the stop string.
+    """
+
+    number: int
+    request: Request
+    text: TextMaker | None
+    outputs: asyncio.Queue[RequestOutput] = dataclasses.field(default_factory=asyncio.Queue[RequestOutput])
+    num_generated_tokens: int = 0
+    is_paused: bool = False
+    stop: tuple[int, str] | None = None
+
+    async def next_output(self) -> RequestOutput:
+        """Waits for an output and joins to it what has come since: a consumer that fell behind catches up with one message."""
+        outputs = [await self.outputs.get()]
+        while not self.outputs.empty():
+            outputs.append(self.outputs.get_nowait())
+        return joined(outputs)
+
+
+class Streams:
+    """The streams of a client of the engine's thread. All methods belong to the event loop.
+
+    Args:
+        send: Hands a command to the engine's thread; returns at once.
+        admit: Raises if no request is taken now.
+        make_text: Gives what makes the text of a request whose text the engine does not make; ``None`` where it does.
+
+    Attributes:
+        reader_buffer: Outputs that wait for a slow reader before its request is paused; ``None`` for any number.
+    """
+
+    def __init__(self, send: Callable[[Command], None], admit: Callable[[], object], make_text: Callable[[Request], TextMaker] | None = None) -> None:
+        self.reader_buffer: int | None = None
+        self._send = send
+        self._admit = admit
+        self._make_text = make_text
+        self._numbers = itertools.count(1)
+        self._by_id: dict[str, _Stream] = {}  # those that have a consumer
+        self._by_number: dict[int, _Stream] = {}  # those that have not ended
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._on_end: Callable[[Request, RequestOutput], None] = lambda _request, _output: None
+        self._nobody_reads = asyncio.Event()
+        self._nobody_reads.set()
+
+    def __len__(self) -> int:
+        """How many have a consumer and have not ended."""
+        return len(self._by_id)
+
+    def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
+        """Has a listener told of each request that ends, once, with its last output: also of those whose consumer has gone, and of those that the engine did
+        not take. There is one listener; call it before the first request.
+        """
+        self._on_end = listener
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """See ``AsyncEngine.generate``."""
+        self._admit()
+        request_id = request.request_id
+        if request_id in self._by_id:
+            raise InvalidRequestError(f"request id {request_id!r} is in flight already", param="request_id")
+        stream = _Stream(next(self._numbers), request, None if self._make_text is None else self._make_text(request))
+        self._by_id[request_id] = self._by_number[stream.number] = stream
+        self._nobody_reads.clear()
+        self._send(Add(stream.number, request))
+        try:
+            finished = False
+            while not finished:
+                output = await stream.next_output()
+                if stream.is_paused:
+                    stream.is_paused = False
+                    self._send(SetPaused(stream.number, False))
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            if self._by_id.get(request_id) is stream:
+                self._send(Leave(stream.number))
+                self._forget(request_id)
+
+    async def abort(self, request_id: str, tenant: str | None) -> bool:
+        """See ``AsyncEngine.abort``. A request of another client is aborted too; that takes an answer of the engine's thread.
+
+        Raises:
+            EngineError: The engine does not answer.
+        """
+        stream = self._by_id.get(request_id)
+        if stream is None:
+            return await self._ask(lambda question: Abort(question, request_id, tenant))
+        if tenant not in (None, stream.request.options.tenant):
+            return False
+        self._send(Leave(stream.number))
+        return True
+
+    async def inspect(self) -> SchedulerView:
+        """What runs and who waits, between two steps.
+
+        Raises:
+            EngineError: The engine does not answer.
+        """
+        return await self._ask(Inspect)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Returns when all streams have ended; those that have not after ``timeout_s`` are aborted, each with a last output."""
+        try:
+            await asyncio.wait_for(self._nobody_reads.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests did not end within %g s and are aborted", len(self._by_id), timeout_s)
+            for stream in self._by_id.values():
+                self._send(Leave(stream.number))
+            try:
+                await asyncio.wait_for(self._nobody_reads.wait(), ANSWER_TIMEOUT_S)
+            except TimeoutError:
+                logger.error("the engine has not answered for %g s; its streams are ended without it", ANSWER_TIMEOUT_S)
+                self.end_all("abort", None)
+
+    # -- From the engine's thread -------------------------------------------------------------------------------------------------------------
+
+    def receive(self, delivery: Delivery) -> None:
+        """Deals out what the engine's thread has made."""
+        for number, output in delivery.outputs:
+            self.take(number, output)
+        for answer in delivery.answers:
+            future = self._questions.get(answer.question)
+            if future is not None and not future.done():
+                match answer:
+                    case Aborted(_, was_in_flight):
+                        future.set_result(was_in_flight)
+                    case Inspected(_, view):
+                        future.set_result(view)
+
+    def take_tokens(self, number: int, token_ids: tuple[int, ...]) -> None:
+        """Takes an output that has nothing but tokens and is not the last; see :meth:`receive`."""
+        stream = self._by_number.get(number)
+        if stream is not None:
+            count = stream.num_generated_tokens + len(token_ids)
+            usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=count)
+            plain = RequestOutput(request_id=stream.request.request_id, token_ids=token_ids, text="", finish_reason=None, stop_reason=None, usage=usage)
+            self.take(number, plain)
+
+    def take(self, number: int, output: RequestOutput) -> None:
+        """Takes one output of a stream; see :meth:`receive`."""
+        stream = self._by_number.get(number)
+        if stream is None:
+            return
+        if stream.text is not None:
+            output = self._with_text(stream, stream.text, output)
+        is_last = output.finish_reason is not None
+        stream.num_generated_tokens = output.usage.completion_tokens
+        if is_last:
+            del self._by_number[number]
+            self._on_end(stream.request, output)
+        if self._by_id.get(output.request_id) is not stream:  # its consumer has gone
+            return
+        if is_last or output.token_ids or output.text:
+            stream.outputs.put_nowait(output)
+        if is_last:
+            self._forget(output.request_id)
+        elif self.reader_buffer is not None and stream.outputs.qsize() >= self.reader_buffer and not stream.is_paused:
+            stream.is_paused = True
+            self._send(SetPaused(number, True))
+
+    def end_all(self, reason: FinishReason, error: ErrorData | None) -> None:
+        """Ends every stream without the engine, and every question."""
+        for stream in list(self._by_id.values()):
+            self.take(stream.number, ended_output(stream.request, stream.num_generated_tokens, reason, error))
+        self._by_number.clear()
+        for future in self._questions.values():
+            if not future.done():
+                future.set_exception(EngineDeadError("the engine has stopped; there is nothing to look at") if error is None else from_data(error))
+
+    def _with_text(self, stream: _Stream, text: TextMaker, output: RequestOutput) -> RequestOutput:
+        """An output of tokens, with the text that they make. The engine hears of a stop string, and its answer is the last output."""
+        token_ids, reason = output.token_ids, output.finish_reason
+        last_token_id = token_ids[-1] if token_ids and reason in ("stop", "length") else None
+        piece = ""
+        if stream.stop is not None:
+            token_ids = ()  # those after the end of the text
+        else:
+            piece, matched, num_taken = text.push(token_ids if last_token_id is None else token_ids[:-1])
+            if matched is not None:
+                token_ids = token_ids[:num_taken]
+                stream.stop = stream.num_generated_tokens + num_taken, matched
+                if reason is None:
+                    self._send(Stop(stream.number, stream.stop[0]))
+            elif reason is not None and reason != "error":
+                end = text.end(reason, output.stop_reason, last_token_id)
+                return dataclasses.replace(output, text=piece + end.text, finish_reason=end.finish_reason, stop_reason=end.stop_reason)
+        if stream.stop is None:
+            return dataclasses.replace(output, text=piece)
+        num_tokens, stop_string = stream.stop
+        usage = dataclasses.replace(output.usage, completion_tokens=num_tokens)
+        if reason is None:
+            return dataclasses.replace(output, token_ids=token_ids, text=piece, usage=usage)
+        if (num_unwanted := output.usage.completion_tokens - num_tokens) > 0:
+            self._send(GiveBack(stream.request.options.tenant, num_unwanted))
+        return dataclasses.replace(output, token_ids=token_ids, text=piece, finish_reason="stop", stop_reason=stop_string, usage=usage, error=None)
+
+    # -- Inside -------------------------------------------------------------------------------------------------------------------------------
+
+    def _forget(self, request_id: str) -> None:
+        del self._by_id[request_id]
+        if not self._by_id:
+            self._nobody_reads.set()
+
+    async def _ask(self, command: Callable[[int], Command]) -> Any:
+        question = next(self._numbers)
+        future = self._questions[question] = asyncio.get_running_loop().create_future()
+        self._send(command(question))
+        try:
+            return await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(f"the engine has been in one step for {ANSWER_TIMEOUT_S:g} s and cannot be looked at") from None
+        finally:
+            del self._questions[question]
