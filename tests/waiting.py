@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 """For anything that must happen; it costs nothing when it does."""
 
 

@@ -279,6 +279,6 @@ def test_the_client_imports_neither_jax_nor_numpy() -> None:
         "import sys\nfor name in ('jax', 'numpy', 'transformers', 'fastapi', 'grpc', 'torch', 'matplotlib'): sys.modules[name] = None\n"
         "sys.argv = ['jaxserve', 'bench', 'serve', '--url', 'http://127.0.0.1:9', '--rate', '1']\nfrom jaxserve.cli import main\nmain()"
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "100"})
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ | {"COLUMNS": "100"})
     assert ran.returncode == 1
     assert "cannot be reached" in ran.stderr

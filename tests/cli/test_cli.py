@@ -24,6 +24,7 @@ from jaxserve.cli.options import split_words
 from jaxserve.config import Config
 from jaxserve.errors import CheckpointError, EngineError, InvalidRequestError
 from jaxserve.request import Request, RequestOutput, SamplingParams, Usage
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,7 +218,7 @@ def test_help_and_config_import_nothing_heavy() -> None:
         "    except SystemExit: pass\n"
         "print(*({'jax', 'numpy', 'transformers', 'fastapi', 'grpc'} & set(sys.modules)), file=sys.stderr)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.stderr.splitlines()[-1] == "", ran.stderr
 
 
@@ -226,7 +227,7 @@ def test_module_and_closed_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as stdout:
-        ran = subprocess.run([sys.executable, "-m", "jaxserve", "config"], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
+        ran = subprocess.run([sys.executable, "-m", "jaxserve", "config"], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
     assert (ran.returncode, ran.stderr) == (0, "")
 
 

@@ -17,7 +17,7 @@ from tests.loading.builders import random_tensors, tiny_config, write_folder
 from tests.tokenizer.vocabularies import byte_level
 from tests.waiting import wait_until
 
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 """For anything that a start waits for: two processes compile at once, perhaps beside other tests."""
 DEVICES_A_HOST = 4
 MESH = "data=2,model=4"

@@ -27,7 +27,7 @@ from tests.distributed.cluster import LIMIT_S, SETTINGS, Cluster, Host, write_mo
 from tests.waiting import wait_until
 
 needs_collectives = pytest.mark.skipif(jax.__version_info__ < CPU_COLLECTIVES_SINCE, reason="the CPU collectives of JAX 0.10 hang between processes")
-LOST_LIMIT_S = 60.0
+LOST_LIMIT_S = 240.0
 """From the loss of a host to the end of the others."""
 
 

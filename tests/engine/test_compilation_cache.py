@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import LIMIT_S
+
 COMPILE = """
 import jax
 from jaxserve.engine.build import _enable_compilation_cache
@@ -20,7 +22,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     file.touch()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAXSERVE_CACHE": str(file)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", COMPILE], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
     assert done.stdout == "2\n"
     assert "persistent compilation cache" in done.stderr

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 SCRIPT = """
 import os
 from pathlib import Path
@@ -28,6 +30,6 @@ assert float(jax.numpy.ones((600, 600)).dot(jax.numpy.ones((600, 600))).sum()) =
 def test_each_compute_thread_has_a_processor_of_its_own() -> None:
     """In a process of its own: the threads of this one stay free, and belong to eight fake devices."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT], env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr

@@ -30,6 +30,11 @@ SPECS = {
     "8 KV heads": tiny_spec(num_heads=8, num_kv_heads=8, width=64, vocab_size=320),
     "2 KV heads": tiny_spec(num_heads=8, num_kv_heads=2, width=64, vocab_size=320, tied=False, qk_norm=True, qkv_bias=True, mlp_bias=True, o_bias=True),
 }
+ALWAYS = {
+    "8 KV heads": {MeshShape(1, 8), MeshShape(2, 4), MeshShape(8, 1)},
+    "2 KV heads": {MeshShape(1, 2), MeshShape(2, 4), MeshShape(4, 2)},
+}
+"""Meshes of each kind: one axis, the other, both, heads whole and repeated. Each compiles its own programs, so the others are slow."""
 NUM_PAGES = 8192
 KINDS = [{"temperature": 0.0}, {"seed": 1}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 2}, {"temperature": 2.0, "min_p": 0.1, "seed": 3}]
 
@@ -64,8 +69,9 @@ def tokens_on_one_device(name: str) -> dict[int, list[int]]:
     return tokens_on(MeshShape(), SPECS[name])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "mesh"), [pytest.param(name, mesh, marks=() if mesh in ALWAYS[name] else pytest.mark.slow) for name in SPECS for mesh in MESHES], ids=str
+)
 def test_every_mesh_gives_the_tokens_of_one_device(name: str, mesh: MeshShape) -> None:
     got = tokens_on(mesh, SPECS[name])
     assert got == tokens_on_one_device(name)

@@ -9,9 +9,9 @@ import pytest
 from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig
 from jaxserve.llm import LLM
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.request import SamplingParams
 from tests.engine.prompts import PROMPTS
+from tests.real_models import require_model
 
 slow = pytest.mark.slow
 MESHES = [
@@ -42,8 +42,7 @@ def tokens_on_one_device() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_gives_the_tokens_of_one_device(mesh: MeshShape) -> None:
-    if not any((models_folder() / "smollm2-135m").glob("*.gguf")):
-        pytest.skip("smollm2-135m is not in the cache folder; `jaxserve generate --prompt hello` brings it")
+    require_model("smollm2-135m")
     got = tokens_on(mesh)
     assert all(len(tokens) == 16 for tokens in got)
     assert got == tokens_on_one_device()

@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.request import SamplingParams
+from tests.real_models import require_model
 
 MODEL = "gemma3-270m"
 NUM_STREAMS, PROMPT_LEN = 16, 4000
@@ -22,13 +22,11 @@ MOST_INTERVAL, MOST_FIRST_TOKEN = 2.5, 2.0
 """The streams' 99th percentile between tokens over their undisturbed median; the prompt's time to its first token over that in one piece."""
 NUM_TRIES = 8
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not any((models_folder() / MODEL).glob("*.gguf")), reason=f"`jaxserve generate {MODEL} --prompt hello` brings the model"),
-]
+pytestmark = pytest.mark.slow
 
 
 def make_engine(budget: int, token_buckets: tuple[int, ...]) -> Engine:
+    require_model(MODEL)
     overrides = {
         "model.max_model_len": 8192, "cache.num_pages": 1024, "cache.prefix": "off", "scheduler.max_num_seqs": NUM_STREAMS + 1,
         "scheduler.max_tokens_per_step": budget, "engine.token_buckets": token_buckets, "engine.sequence_buckets": (NUM_STREAMS + 1,),

@@ -9,9 +9,9 @@ import pytest
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.llm import LLM
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.request import SamplingParams
 from tests.engine.prompts import PROMPTS
+from tests.real_models import require_model
 
 TIE = 1e-3
 """Logits closer than this may be ordered either way; the texts part there."""
@@ -19,8 +19,7 @@ TIE = 1e-3
 
 @pytest.mark.parametrize("alias", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_transformers(alias: str) -> None:
-    if not any((models_folder() / alias).glob("*.gguf")):
-        pytest.skip(f"{alias} is not in the cache folder; `jaxserve generate {alias} --prompt hello` brings it")
+    require_model(alias)
     config = Config(
         model=ModelConfig(source=alias, dtype="float32", max_model_len=1024),
         cache=CacheConfig(num_pages=256),

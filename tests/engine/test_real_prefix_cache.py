@@ -11,21 +11,19 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.request import SamplingParams, Usage
+from tests.real_models import require_model
 
 MODEL = "smollm2-135m"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not any((models_folder() / MODEL).glob("*.gguf")), reason=f"`jaxserve generate {MODEL} --prompt hello` brings the model"),
-]
+pytestmark = pytest.mark.slow
 
 NUM_REQUESTS, NUM_SHARED, NUM_OWN = 32, 512, 32
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def make_llm(**cache: Any) -> LLM:
+    require_model(MODEL)
     return LLM(MODEL, overrides={"model.max_model_len": 2048, "cache.num_pages": 2600} | {f"cache.{name}": value for name, value in cache.items()})
 
 

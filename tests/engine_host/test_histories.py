@@ -7,6 +7,7 @@ from collections import Counter, deque
 from typing import Literal
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -275,10 +276,12 @@ def _state(sequence: Sequence) -> str:
     return "preempted" if sequence.num_preemptions else "queued"
 
 
-def test_histories() -> None:
-    """At least 20,000 events, and 500 of each kind that matters."""
+@pytest.mark.parametrize(("num_histories", "least"), [(300, 50), pytest.param(1200, 500, marks=pytest.mark.slow)])
+def test_histories(num_histories: int, least: int) -> None:
+    """At least 20,000 events, and so many of each kind that matters."""
     Histories.counts = Counter()
-    run_state_machine_as_test(Histories, settings=settings(max_examples=1200, stateful_step_count=50, deadline=None, derandomize=True, database=None))
+    options = settings(max_examples=num_histories, stateful_step_count=50, deadline=None, derandomize=True, database=None)
+    run_state_machine_as_test(Histories, settings=options)
     counts = Histories.counts
-    wanted = {"events": 20_000} | dict.fromkeys(["preempt", "swap", "evict", "copy", "ahead", "stop", *(f"abort {state}" for state in STATES)], 500)
+    wanted = {"events": 20_000} | dict.fromkeys(["preempt", "swap", "evict", "copy", "ahead", "stop", *(f"abort {state}" for state in STATES)], least)
     assert not {kind: counts[kind] for kind, number in wanted.items() if counts[kind] < number}

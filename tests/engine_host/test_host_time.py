@@ -1,156 +1,156 @@
-"""What the host does in a step: at most so much, and no more with 100,000 requests waiting than with 100. The production loop; only the device is missing."""
+"""What the host does in a step, in numbers that noise does not change: so much for each row, and no more with 100,000 requests waiting than with 100.
+
+The production loop; only the device is missing. Times are in ``jaxserve bench step``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import statistics
+import math
 import time
 from typing import Literal
 
 import pytest
 
-from jaxserve.config import CacheConfig, Config, SchedulerConfig
+from jaxserve.config import CacheConfig, Config, EngineConfig, SchedulerConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
-from jaxserve.engine.pages.prefix_cache.choice import choose_prefix_cache
 from jaxserve.engine.scheduling.schedule import Schedule, SequenceResult
-from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.engine.step.batch import BatchBuilder
 from jaxserve.engine.step.buckets import make_buckets
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import SamplingParams
 from tests.engine_host.fakes import FakeRunner, FakeTokenizer, fake_spec, results_of
+from tests.instructions import count_instructions, peak_bytes
 
-RUNNING = 256
+PAGE_SIZE = 16
+MOST_ROWS = 256
+MOST_INSTRUCTIONS_A_ROW, MOST_INSTRUCTIONS_A_STEP = 700, 3000
+"""Bytecode instructions of a decode, and those of a step apart from its rows."""
+MOST_BYTES_A_ROW = 400
+"""Held on the way of a step, for each of its rows."""
+
+
+@dataclasses.dataclass
+class NoStep:
+    results: list[SequenceResult]
+    num_bucket_tokens: int = MOST_ROWS
+    num_bucket_sequences: int = MOST_ROWS
+
+    def fetch(self) -> list[SequenceResult]:
+        return self.results
 
 
 class NoDevice(FakeRunner):
     """Builds each batch as the real runner does, and samples the same token for all."""
 
-    def __init__(self) -> None:
-        super().__init__(num_pages=20_000, page_size=16, max_num_seqs=RUNNING)
-        buckets = make_buckets((4096,), (RUNNING,), max_tokens=4096, max_rows=RUNNING, table_width=64)
-        self._builder = BatchBuilder(buckets, max_num_seqs=RUNNING)
-        self.num_bucket_tokens = self.num_bucket_sequences = RUNNING
+    def __init__(self, num_pages: int = 20_000) -> None:
+        super().__init__(num_pages=num_pages, page_size=PAGE_SIZE, max_num_seqs=MOST_ROWS)
+        buckets = make_buckets((4096,), (MOST_ROWS,), max_tokens=4096, max_rows=MOST_ROWS, table_width=4096 // PAGE_SIZE)
+        self._builder = BatchBuilder(buckets, max_num_seqs=MOST_ROWS)
 
-    def dispatch(self, schedule: Schedule) -> NoDevice:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def dispatch(self, schedule: Schedule) -> NoStep:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._builder.build(schedule)
-        self._results = results_of(schedule, 65)
-        return self
-
-    def fetch(self) -> list[SequenceResult]:
-        return self._results
+        return NoStep(results_of(schedule, 65))
 
 
-def step_times(num_waiting: int, *, num_steps: int = 400) -> list[float]:
-    """Seconds of each step of 256 decodes, outputs and garbage collection included."""
-    runner = NoDevice()
+def make_engine(max_num_seqs: int, *, prefix: Literal["radix", "hash"] = "radix", num_pages: int = 20_000) -> Engine:
+    runner = NoDevice(num_pages)
     config = Config(
-        cache=CacheConfig(page_size=16, num_pages=runner.num_pages),
-        scheduler=SchedulerConfig(max_num_seqs=RUNNING, max_tokens_per_step=4096, max_queued_requests=None),
+        cache=CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages, prefix=prefix),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_tokens_per_step=4096, max_queued_requests=None, chunk_by="tokens"),
+        engine=EngineConfig(overlap=True),
     )
-    engine = Engine(runner, FakeTokenizer(), fake_spec(4096), config)  # pyright: ignore[reportArgumentType]
-    params = SamplingParams(max_tokens=1000, temperature=0.0)
+    return Engine(runner, FakeTokenizer(), fake_spec(4096), config, seed=0, clock=lambda: 0.0)  # pyright: ignore[reportArgumentType]
+
+
+def submit(engine: Engine, number: int, prompt_len: int, max_tokens: int) -> None:
+    prompt = [number % 250, number // 250, *(i % 250 for i in range(prompt_len - 2))]
+    engine.submit(engine.make_request(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0)))
+
+
+def decoding(num_rows: int, *, num_waiting: int = 0) -> Engine:
+    """An engine in whose steps so many sequences decode."""
+    engine = make_engine(num_rows)
+    for i in range(num_rows + num_waiting):
+        submit(engine, i, 21, 2000)
+    for _ in range(10):
+        engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (num_rows, num_waiting)
+    return engine
+
+
+def instructions_a_step(engine: Engine, num_steps: int = PAGE_SIZE) -> float:
+    """Of steps in which each sequence begins a page."""
+    return count_instructions(lambda: [engine.step() for _ in range(num_steps)]) / num_steps
+
+
+@pytest.mark.parametrize("num_waiting", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_step_costs_the_same_whatever_the_number_waiting(num_waiting: int) -> None:
     with FullCollections():
-        for i in range(RUNNING + num_waiting):
-            engine.submit(engine.make_request([i % 250, *range(20)], params))
-        times: list[float] = []
-        for step in range(num_steps + 10):
-            start = time.perf_counter()
-            engine.step()
-            if step >= 10:
-                times.append(time.perf_counter() - start)
-    return times
-
-
-def policy_times(*, num_steps: int = 400) -> list[float]:
-    """Seconds of schedule, batch and update alone."""
-    runner = NoDevice()
-    config = Config(
-        cache=CacheConfig(page_size=16, num_pages=runner.num_pages),
-        scheduler=SchedulerConfig(max_num_seqs=RUNNING, max_tokens_per_step=4096),
-    )
-    engine = Engine(runner, FakeTokenizer(), fake_spec(4096), config)  # pyright: ignore[reportArgumentType]
-    for i in range(RUNNING):
-        engine.add(engine.make_request([i % 250, *range(20)], SamplingParams(max_tokens=1000)))
-    scheduler, times = engine._scheduler, []
-    for step in range(num_steps + 10):
-        start = time.perf_counter()
-        schedule = scheduler.schedule(1.0)
-        scheduler.update(schedule, runner.dispatch(schedule).fetch())
-        if step >= 10:
-            times.append(time.perf_counter() - start)
-    return times
-
-
-def growing_times(prefix: Literal["radix", "hash"], *, is_full: bool, num_steps: int = 300) -> list[float]:
-    """Seconds of schedule and update of 255 decodes whose prompts of 40 pages are cached. In a full pool a page is evicted for each page that they grow by."""
-    num_decodes, prompt_len = RUNNING - 1, 640
-    runner = FakeRunner(num_pages=num_decodes * (prompt_len + 400) // 16, page_size=16, max_num_seqs=RUNNING)
-    scheduler = Scheduler(runner.num_pages, 16, SchedulerConfig(max_num_seqs=RUNNING, max_tokens_per_step=4096), make_cache=choose_prefix_cache(prefix))
-
-    def add(number: int, num_tokens: int, max_tokens: int) -> Sequence:
-        prompt = [number % 250, number // 250, *(i % 250 for i in range(num_tokens - 2))]
-        sequence = Sequence.of(Request(request_id=str(number), prompt_token_ids=prompt, params=SamplingParams()), seed=0, max_tokens=max_tokens)
-        scheduler.add(sequence)
-        return sequence
-
-    def step(now_s: float) -> None:
-        schedule = scheduler.schedule(now_s)
-        scheduler.update(schedule, results_of(schedule, 65))
-
-    for i in range(num_decodes):
-        add(i, prompt_len, 1000)
-    while scheduler.num_waiting or any(sequence.num_generated_tokens == 0 for sequence in scheduler.ranks[0].running):
-        step(1.0)
-    number = num_decodes
-    while is_full and scheduler.num_free_pages > scheduler.num_idle_pages:  # one request after another leaves all its pages in the cache: they are whole
-        sequence = add(number, 238 * 16, 1)
-        while not sequence.num_generated_tokens:
-            step(2.0)
-        scheduler.finish(sequence, "length")
-        number += 1
-    evicted, times = scheduler.num_evicted_pages, []
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        step(3.0)
-        times.append(time.perf_counter() - start)
-    assert scheduler.num_preemptions == 0 and scheduler.num_evicted_pages - evicted >= is_full * num_decodes * (num_steps // 16)
-    return times
-
-
-def p99(times: list[float]) -> float:
-    return sorted(times)[int(0.99 * len(times))]
+        none, few, many = decoding(8), decoding(8, num_waiting=100), decoding(8, num_waiting=num_waiting)
+        instructions = [instructions_a_step(engine) for engine in (none, few, many)]
+        assert instructions[2] <= 1.02 * instructions[1] <= 1.1 * instructions[0], instructions
+        held = [peak_bytes(engine.step) for engine in (few, many)]
+        assert held[1] <= held[0] + 1000, held
 
 
 @pytest.mark.slow
-def test_a_step_costs_the_same_whatever_the_number_waiting() -> None:
-    """The best of three tries: other work on the machine only ever adds time."""
-    ratios: list[tuple[float, float]] = []
-    for _ in range(3):
-        few, many = step_times(100), step_times(100_000)
-        ratios.append((statistics.median(many) / statistics.median(few), p99(many) / p99(few)))
-        print(f"median {statistics.median(few) * 1e6:.0f} and {statistics.median(many) * 1e6:.0f} us, p99 {p99(few) * 1e6:.0f} and {p99(many) * 1e6:.0f} us")
-    assert min(ratio for ratio, _ in ratios) <= 1.2 and min(ratio for _, ratio in ratios) <= 1.2, ratios
+def test_nothing_walks_over_all_that_wait() -> None:
+    """What neither instructions nor memory show: a walk in C over 100,000 would take longer than a step of 8 decodes.
+
+    The fastest of many steps by this thread's processor time, in turn: other work on the machine only ever adds to some of them.
+    """
+    with FullCollections():
+        engines = decoding(8, num_waiting=100), decoding(8, num_waiting=100_000)
+        fastest_s = [math.inf, math.inf]
+        for num_steps in range(1900):
+            for index, engine in enumerate(engines):
+                start_s = time.thread_time()
+                engine.step()
+                fastest_s[index] = min(fastest_s[index], time.thread_time() - start_s)
+            if num_steps >= 100 and fastest_s[1] <= 1.5 * fastest_s[0]:
+                break
+        assert fastest_s[1] <= 1.5 * fastest_s[0], fastest_s
 
 
-@pytest.mark.slow
-def test_scheduling_256_decodes_takes_300_us() -> None:
-    medians = [statistics.median(policy_times()) for _ in range(3)]
-    print([f"{median * 1e6:.0f} us" for median in medians])
-    assert min(medians) <= 300e-6
+def test_a_step_costs_so_much_for_each_row() -> None:
+    engines = {num_rows: decoding(num_rows) for num_rows in (8, 128, 256)}
+    cost = {num_rows: instructions_a_step(engine) for num_rows, engine in engines.items()}
+    first, second = (cost[128] - cost[8]) / 120, (cost[256] - cost[128]) / 128
+    assert second <= 1.05 * first, "more than in proportion"
+    assert second <= MOST_INSTRUCTIONS_A_ROW and cost[8] - 8 * first <= MOST_INSTRUCTIONS_A_STEP, cost
+    held = {num_rows: peak_bytes(engine.step) for num_rows, engine in engines.items()}
+    assert held[256] - held[8] <= 248 * MOST_BYTES_A_ROW, held
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["radix", "hash"])
 def test_a_step_in_a_full_pool_costs_little_more_than_in_a_free_one(prefix: Literal["radix", "hash"]) -> None:
-    """The mean of the steps, for those that evict are not all; the best of three tries."""
-    ratios: list[float] = []
-    for _ in range(3):
-        free, full = (statistics.mean(growing_times(prefix, is_full=is_full)) for is_full in (False, True))
-        ratios.append(full / free)
-        print(f"{free * 1e6:.0f} us with free pages, {full * 1e6:.0f} us with cached ones to evict")
-    assert min(ratios) <= 2, ratios
+    """64 decodes whose prompts of 40 pages are cached. In a full pool a page is evicted for each page that they grow by."""
+    num_rows, prompt_pages, num_steps = 64, 40, 4 * PAGE_SIZE
+
+    def cost(*, is_full: bool) -> float:
+        engine = make_engine(num_rows + 1, prefix=prefix, num_pages=num_rows * (prompt_pages + 20))
+        for number in range(num_rows):
+            submit(engine, number, prompt_pages * PAGE_SIZE, 1000)
+        while len(engine.step()) < num_rows:
+            pass
+        number = num_rows
+        while is_full and engine.stats().num_idle_pages < engine.stats().num_free_pages:  # one request after another leaves all its pages in the cache
+            submit(engine, number, 100 * PAGE_SIZE - 1, 1)
+            while engine.stats().num_running + engine.stats().num_waiting > num_rows:
+                engine.step()
+            number += 1
+        evicted = engine.stats().num_evicted_pages
+        found = instructions_a_step(engine, num_steps)
+        stats = engine.stats()
+        assert stats.num_preemptions == 0 and stats.num_running == num_rows
+        assert stats.num_evicted_pages - evicted >= is_full * num_rows * (num_steps // PAGE_SIZE)
+        return found
+
+    free, full = cost(is_full=False), cost(is_full=True)
+    assert full <= 2 * free, (free, full)
 
 
 def test_full_collections_do_not_run_by_themselves() -> None:

@@ -27,7 +27,7 @@ from jaxserve.experiments.sweep import CellFailedError, process_runner, run_swee
 from jaxserve.kernels_pallas.proof.targets import missing
 from tests.experiments.tiny_checkpoint import tiny_checkpoint
 from tests.loading.builders import tiny_config
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -219,11 +219,11 @@ grid:
 """)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command(str(file), "--out", str(out)), env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_until((out / "results.jsonl").exists, "the first result", limit_s=300)
+    wait_until((out / "results.jsonl").exists, "the first result", limit_s=2 * LIMIT_S)
     cells = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not psutil.wait_procs(cells, timeout=20)[1], "a cell goes on without its sweep"
+    assert not psutil.wait_procs(cells, timeout=LIMIT_S)[1], "a cell goes on without its sweep"
     first = read_results(out)
     assert 1 <= len(first) < 3
     done = subprocess.run(command(str(file), "--out", str(out)), env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -37,19 +37,17 @@ def test_every_combination_compiles(target):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("target", "limit_s"), [("v6e", 60), ("h200", 240)])
-def test_whole_steps_of_large_models_compile(target, limit_s):
-    """The limit is of processor time, which other work on this machine raises, but not without bounds."""
+@pytest.mark.parametrize("model", ["llama-3.1-8b", pytest.param("llama-3.1-70b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["v6e", pytest.param("h200", marks=pytest.mark.slow)])
+def test_whole_steps_of_large_models_compile(target, model):
+    """Their pools stay in place. The reports tell what the compiles took; for GPU, where layers are unrolled, minutes."""
     needs(target)
-    done = subprocess.run(
-        targets.command("tests.kernels.whole_step", target), env=targets.environment(target), capture_output=True, text=True, timeout=600, check=False
-    )  # fmt: skip
+    command = targets.command("tests.kernels.whole_step", target, model)
+    done = subprocess.run(command, env=targets.environment(target), capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(reports) == 4
-    for report in reports:
-        assert report["in_place"], report
-        assert report["cpu_seconds"] < limit_s, report
+    assert [report["kind"] for report in reports] == ["decode", "mixed"]
+    assert all(report["in_place"] for report in reports), reports
 
 
 @pytest.mark.aot

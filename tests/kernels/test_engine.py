@@ -4,9 +4,9 @@ import pytest
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.llm import LLM
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.request import SamplingParams
 from tests.engine.tiny import run, tiny_engine
+from tests.real_models import require_model
 
 REQUESTS = [
     ([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),
@@ -38,8 +38,7 @@ def test_a_float8_pool_gives_the_same_tokens_everywhere(expected):
 
 @pytest.mark.slow
 def test_greedy_tokens_of_a_real_model_are_those_of_xla():
-    if not any((models_folder() / "smollm2-135m").glob("*.gguf")):
-        pytest.skip("smollm2-135m is not in the cache folder; `jaxserve generate smollm2-135m --prompt hello` brings it")
+    require_model("smollm2-135m")
     outputs = {}
     for attention in ("xla", "pallas_tpu", "pallas_gpu"):
         config = Config(

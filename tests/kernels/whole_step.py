@@ -1,4 +1,4 @@
-"""Compiles whole decode and mixed steps of large models for one target. Run as a process of its own: ``python -m tests.kernels.whole_step TARGET``."""
+"""Compiles whole decode and mixed steps of large models for one target. A process of its own: ``python -m tests.kernels.whole_step TARGET MODEL…``."""
 
 from __future__ import annotations
 
@@ -35,9 +35,14 @@ def local_spec(name: str, ranks: int) -> ModelSpec:
     return dataclasses.replace(spec, groups=(LayerGroup.uniform(attention, mlp, group.layers),), vocab_size=spec.vocab_size // ranks)
 
 
-def main(target: str) -> None:
+MODELS = {"llama-3.1-8b": (1, 2048), "llama-3.1-70b": (8, 4096)}
+"""Ranks that share the model, and pages."""
+
+
+def main(target: str, *names: str) -> None:
     layers, sampling = ("scan", "any") if target in TPU_TOPOLOGIES else ("unroll", "filtered")
-    for name, ranks, num_pages in (("llama-3.1-8b", 1, 2048), ("llama-3.1-70b", 8, 4096)):
+    for name in names:
+        ranks, num_pages = MODELS[name]
         spec = local_spec(name, ranks)
         model = build_model(spec, dtype=jnp.dtype(jnp.bfloat16), layers=layers)
         for kind, sizes in SHAPES.items():
@@ -55,4 +60,4 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

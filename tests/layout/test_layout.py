@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 ROOT = Path(__file__).parents[2]
 LINKED = ("kernels_pallas", "models", "serving")
 DATA_ONLY = {"jaxserve.models.configs": "configs/models"}
@@ -18,7 +20,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     """Runs ``code`` in a fresh interpreter at the root of the repository."""
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("name", LINKED)

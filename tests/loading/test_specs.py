@@ -11,11 +11,11 @@ from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, ModelUnavailableError, UnsupportedModelError
 from jaxserve.models.loading import specs
 from jaxserve.models.loading.aliases import ALIASES
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.specs import open_spec, shipped_names
 from jaxserve.models.params import param_specs
 from tests.loading.builders import random_tensors, tiny_config, write_gguf
+from tests.real_models import require_model
 
 NUM_PARAMETERS = {
     "gemma3-270m": 268_098_176,
@@ -52,8 +52,7 @@ def test_a_shipped_model_has_as_many_parameters_as_its_name_says(name: str) -> N
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_the_shipped_configuration_of_an_alias_is_that_of_its_weights(name: str) -> None:
-    if not (models_folder() / name / ALIASES[name].file_name).is_file():
-        pytest.skip(f"{name} is not in the cache")
+    require_model(name)
     assert open_spec(name)[1] == open_checkpoint(ModelConfig(source=name)).spec
 
 

@@ -30,7 +30,7 @@ def test_scan_equals_unroll(name: str) -> None:
         model = build_model(spec, dtype="float32", layers=layers)
         params = model.random_params(7, randomize_all=True)
         assert jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params) == model.abstract_params()
-        logits.append(full_forward(model, params, token_ids(spec, 24)))
+        logits.append(full_forward(model, params, token_ids(spec, SEQUENCE_LENGTH)))
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-5, rtol=0)
 
 
@@ -42,7 +42,7 @@ def test_prefill_then_decode_equals_one_full_forward(name: str, layers: str) -> 
     ids = token_ids(spec, SEQUENCE_LENGTH)
     cache = empty_cache(spec, SEQUENCE_LENGTH, jnp.dtype(jnp.float32))
     parts = []
-    for start, end in [(0, 20), (20, 33), *((position, position + 1) for position in range(33, SEQUENCE_LENGTH))]:
+    for start, end in [(0, 17), (17, 34), *((position, position + 1) for position in range(34, SEQUENCE_LENGTH))]:
         logits, cache = step(model, params, jnp.asarray(ids[start:end]), jnp.arange(start, end, dtype=jnp.int32), cache)
         parts.append(np.asarray(logits))
     np.testing.assert_allclose(np.concatenate(parts), full_forward(model, params, ids), atol=2e-5, rtol=0)
@@ -67,7 +67,7 @@ def test_rows_do_not_depend_on_the_number_of_rows(name: str, dtype: str) -> None
         return model.logits(params, x_TD)
 
     full = np.asarray(run(params, ids, positions))
-    for rows in (2, 3, 8, 32):
+    for rows in (2, 3, 32):
         assert np.array_equal(run(params, ids[:rows], positions[:rows]), full[:rows]), rows
 
 

@@ -10,16 +10,14 @@ from tokenizers import models, pre_tokenizers
 
 from jaxserve.config import ModelConfig
 from jaxserve.errors import InvalidRequestError
-from jaxserve.models.loading.aliases import ALIASES
-from jaxserve.models.loading.cache_folder import models_folder
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
+from tests.real_models import require_model
 from tests.tokenizer.vocabularies import CORPUS
 
 
 def real(alias: str) -> Tokenizer:
-    if not (models_folder() / alias / ALIASES[alias].file_name).is_file():
-        pytest.skip(f"{alias} is not in the cache")
+    require_model(alias)
     return load_tokenizer(open_checkpoint(ModelConfig(source=alias)))
 
 
