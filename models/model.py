@@ -133,8 +133,9 @@ class Model:
 
     def _stacked_numbers(self, layers: range) -> tuple[Array, Array, Array]:
         """Index, window and kind of rotary embedding of each layer of a stack."""
-        windows, ropes = zip(*map(self._numbers, layers), strict=True)
-        return jnp.asarray(layers, jnp.int32), jnp.asarray(windows, jnp.int32), jnp.asarray(ropes, jnp.int32)
+        rows = [(layer, *self._numbers(layer)) for layer in layers]
+        indices, windows, ropes = (jnp.asarray(column, jnp.int32) for column in zip(*rows, strict=True))
+        return indices, windows, ropes
 
     def _stem(self, params: Params) -> Stem:
         return Stem(self.spec, {name: value for name, value in params.items() if name != "layers"}, is_split=self.is_split)

@@ -32,7 +32,7 @@ def test_smollm2() -> None:
     assert spec.tied
     assert (spec.norm_eps, spec.max_position, spec.eos_token_ids) == (1e-5, 8192, (2, 0))
     params = checkpoint.load_params(build_model(spec, dtype="float32", layers="scan"))
-    np.testing.assert_array_equal(np.asarray(params["embed"]), raw(checkpoint, "token_embd.weight"))
+    np.testing.assert_array_equal(np.asarray(params["embed"]["values"]), raw(checkpoint, "token_embd.weight"))
     np.testing.assert_array_equal(np.asarray(params["layers"][0]["down"]["values"])[7], raw(checkpoint, "blk.7.ffn_down.weight"))
     interleaved = raw(checkpoint, "blk.3.attn_k.weight").reshape(3, 32, 2, 576)
     np.testing.assert_array_equal(np.asarray(params["layers"][0]["qkv"]["values"])[3, :, 3], interleaved.swapaxes(1, 2).reshape(3, 64, 576))
