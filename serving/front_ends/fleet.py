@@ -260,12 +260,12 @@ class _FrontEnd:
             self.process.kill()
 
     def close(self) -> None:
-        """Ends the requests of a front end that is gone, or that cannot be talked to: then it is killed. Does nothing the second time."""
+        """Ends the requests of a front end that is gone, or that cannot be talked to: if it does not end now, it is killed. Does nothing the second time."""
         if self._is_attached:
             self._is_attached = False
             self._channel.close()
             self._engine.thread.detach(self._client, self._on_orphan)
-            self.kill()
+            self._loop.call_later(_LAST_WORDS_S, self.kill)
 
     def _take(self, frame: bytes) -> None:
         for message in self._decoder.decode(frame):
