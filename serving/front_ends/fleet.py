@@ -68,11 +68,11 @@ async def serve_in_processes(config: Config, engine: HostedEngine, stop: asyncio
     with contextlib.ExitStack() as stack:
         observers = stack.enter_context(contextlib.closing(Observers(config, engine)))
         engine.on_end(observers)
-        http_sockets = listen_together(server.host, server.port, server.processes, **HTTP_PORT)
+        http_sockets = listen_together(server.host, server.port, HTTP_PORT, server.processes)
         stack.enter_context(_closing(http_sockets))
         grpc_port = None
         if server.grpc_port is not None:
-            grpc_port = stack.enter_context(reserve(server.host, server.grpc_port, **GRPC_PORT)).getsockname()[1]
+            grpc_port = stack.enter_context(reserve(server.host, server.grpc_port, GRPC_PORT)).getsockname()[1]
         fleet = Fleet(config, engine, http_sockets, grpc_port, observers)
         port = http_sockets[0].getsockname()[1]
         engine.start()
@@ -295,7 +295,8 @@ class _FrontEnd:
         self._channel.send(msgspec.msgpack.encode(Ended(reason, error)))
 
     def _on_orphan(self, request: Request, last: RequestOutput) -> None:
-        self._loop.call_soon_threadsafe(self._observers, request, last)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the server with it
+            self._loop.call_soon_threadsafe(self._observers, request, last)
 
 
 def _log_level() -> str:
