@@ -65,7 +65,7 @@ async def _serve_here(config: Config, engine: MeasuredEngine, stop: asyncio.Even
     """Runs the one front end in this process."""
     with (
         contextlib.closing(Observers(config, engine)) as observers,
-        contextlib.closing(listen(config.server.host, config.server.port, **HTTP_PORT)) as http_socket,
+        contextlib.closing(listen(config.server.host, config.server.port, HTTP_PORT)) as http_socket,
     ):
         engine.on_end(observers)
         service, responses = InferenceService(engine, config), Responses()

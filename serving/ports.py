@@ -3,62 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 
 from jaxserve.errors import ConfigError
 
-HTTP_PORT = {"key": "server.port", "flag": "--port"}
-GRPC_PORT = {"key": "server.grpc_port", "flag": "--grpc-port"}
-"""What the ports are called, for messages."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PortName:
+    """What a port is called.
+
+    Args:
+        key: In the configuration.
+        flag: On the command line.
+    """
+
+    key: str
+    flag: str
+
+
+HTTP_PORT = PortName("server.port", "--port")
+GRPC_PORT = PortName("server.grpc_port", "--grpc-port")
 
 _BACKLOG = 2048
 
 
-def listen(host: str, port: int, *, key: str, flag: str) -> socket.socket:
+def listen(host: str, port: int, name: PortName) -> socket.socket:
     """A listening TCP socket.
 
     Args:
         host: Name or address; of several addresses the first is taken.
         port: 0 takes a free one.
-        key: The configuration's key of the port, for messages.
-        flag: Its option on the command line.
+        name: Of the port, for messages.
 
     Raises:
         ConfigError: The port is in use, or the address is not this machine's.
     """
-    return _bind(host, port, shares=False, key=key, flag=flag)
+    return _bind(host, port, name, shares=False)
 
 
-def listen_together(host: str, port: int, num_sockets: int, *, key: str, flag: str) -> list[socket.socket]:
-    """Listening TCP sockets of one port, among which the kernel spreads connections; the arguments are those of :func:`listen`."""
-    listeners: list[socket.socket] = []
-    for _ in range(num_sockets):
-        listeners.append(reserve(host, listeners[0].getsockname()[1] if listeners else port, key=key, flag=flag, is_first=not listeners))
+def listen_together(host: str, port: int, name: PortName, num_sockets: int) -> list[socket.socket]:
+    """So many listening TCP sockets of one port, among which the kernel spreads connections; for the rest as :func:`listen`."""
+    first = reserve(host, port, name)
+    listeners = [first, *(_bind(host, first.getsockname()[1], name, shares=True) for _ in range(num_sockets - 1))]
     for listener in listeners:
         listener.listen(_BACKLOG)
     return listeners
 
 
-def reserve(host: str, port: int, *, key: str, flag: str, is_first: bool = True) -> socket.socket:
-    """A bound TCP socket that listens to nothing and lets other sockets of this user listen on its port.
-
-    Args:
-        host: As for :func:`listen`.
-        port: As for :func:`listen`.
-        key: As for :func:`listen`.
-        flag: As for :func:`listen`.
-        is_first: Whether nobody may listen there yet: another server would share the port's connections in silence.
-
-    Raises:
-        ConfigError: As for :func:`listen`.
+def reserve(host: str, port: int, name: PortName) -> socket.socket:
+    """A bound TCP socket that listens to nothing, and lets other sockets of this user listen on its port. Nobody may listen there yet: another server would
+    share the port's connections in silence. For the rest as :func:`listen`.
     """
-    if is_first:
-        with contextlib.closing(listen(host, port, key=key, flag=flag)) as probe:
-            port = probe.getsockname()[1]
-    return _bind(host, port, shares=True, key=key, flag=flag)
+    with contextlib.closing(listen(host, port, name)) as probe:
+        port = probe.getsockname()[1]
+    return _bind(host, port, name, shares=True)
 
 
-def _bind(host: str, port: int, *, shares: bool, key: str, flag: str) -> socket.socket:
+def _bind(host: str, port: int, name: PortName, *, shares: bool) -> socket.socket:
+    """A socket that lets others share its port, or listens and lets none."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -73,5 +76,5 @@ def _bind(host: str, port: int, *, shares: bool, key: str, flag: str) -> socket.
             bound.listen(_BACKLOG)  # two sockets may share a port until one of them listens
     except OSError as error:
         bound.close()
-        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another port with {flag} (or another --host)") from error
+        raise ConfigError(f"{name.key}: cannot listen on {host}:{port}: {error.strerror}; choose another port with {name.flag} (or another --host)") from error
     return bound

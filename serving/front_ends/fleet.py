@@ -68,11 +68,11 @@ async def serve_in_processes(config: Config, engine: HostedEngine, stop: asyncio
     with contextlib.ExitStack() as stack:
         observers = stack.enter_context(contextlib.closing(Observers(config, engine)))
         engine.on_end(observers)
-        http_sockets = listen_together(server.host, server.port, server.processes, **HTTP_PORT)
+        http_sockets = listen_together(server.host, server.port, HTTP_PORT, server.processes)
         stack.enter_context(_closing(http_sockets))
         grpc_port = None
         if server.grpc_port is not None:
-            grpc_port = stack.enter_context(reserve(server.host, server.grpc_port, **GRPC_PORT)).getsockname()[1]
+            grpc_port = stack.enter_context(reserve(server.host, server.grpc_port, GRPC_PORT)).getsockname()[1]
         fleet = Fleet(config, engine, http_sockets, grpc_port, observers)
         port = http_sockets[0].getsockname()[1]
         engine.start()
@@ -260,12 +260,12 @@ class _FrontEnd:
             self.process.kill()
 
     def close(self) -> None:
-        """Ends the requests of a front end that is gone, or that cannot be talked to: then it is killed. Does nothing the second time."""
+        """Ends the requests of a front end that is gone, or that cannot be talked to: if it does not end now, it is killed. Does nothing the second time."""
         if self._is_attached:
             self._is_attached = False
             self._channel.close()
             self._engine.thread.detach(self._client, self._on_orphan)
-            self.kill()
+            self._loop.call_later(_LAST_WORDS_S, self.kill)
 
     def _take(self, frame: bytes) -> None:
         for message in self._decoder.decode(frame):
@@ -295,7 +295,8 @@ class _FrontEnd:
         self._channel.send(msgspec.msgpack.encode(Ended(reason, error)))
 
     def _on_orphan(self, request: Request, last: RequestOutput) -> None:
-        self._loop.call_soon_threadsafe(self._observers, request, last)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the server with it
+            self._loop.call_soon_threadsafe(self._observers, request, last)
 
 
 def _log_level() -> str:

@@ -59,7 +59,7 @@ class GrpcServer:
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         if shared_port is None:
             # gRPC says in its log alone why it could not bind: a socket of our own finds it out first.
-            listen(config.server.host, config.server.grpc_port or 0, **GRPC_PORT).close()
+            listen(config.server.host, config.server.grpc_port or 0, GRPC_PORT).close()
         self.port: int = self._bind(config.server.host, shared_port or config.server.grpc_port or 0)
 
     def _bind(self, host: str, port: int) -> int:

@@ -198,13 +198,21 @@ class Streams:
                     self.questions.answer(question, view)
 
     def take_tokens(self, number: int, token_ids: tuple[int, ...]) -> None:
-        """Takes an output that has nothing but tokens and is not the last; see :meth:`receive`."""
+        """Takes new tokens of a stream that goes on; where its text is made here, the engine hears of the stop string that ends it."""
         stream = self._by_number.get(number)
-        if stream is not None:
-            count = stream.num_generated_tokens + len(token_ids)
-            usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=count)
-            plain = RequestOutput(request_id=stream.request.request_id, token_ids=token_ids, text="", finish_reason=None, stop_reason=None, usage=usage)
-            self.take(number, plain)
+        if stream is None or stream.stop is not None:  # what comes after the end of the text is no part of the answer
+            return
+        text, matched = "", None
+        if stream.text is not None:
+            text, matched, num_taken = stream.text.push(token_ids)
+            token_ids = token_ids[:num_taken]
+        request, num_tokens = stream.request, stream.num_generated_tokens + len(token_ids)
+        if matched is not None:
+            stream.stop = num_tokens, matched
+            self._send(Stop(number, num_tokens))
+        usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
+        request_id = request.request_id
+        self._put(stream, RequestOutput(request_id=request_id, token_ids=token_ids, text=text, finish_reason=None, stop_reason=None, usage=usage))
 
     def take(self, number: int, output: RequestOutput) -> None:
         """Takes one output of a stream; see :meth:`receive`."""
@@ -212,21 +220,18 @@ class Streams:
         if stream is None:
             return
         if stream.text is not None:
-            output = self._with_text(stream, stream.text, output)
-        is_last = output.finish_reason is not None
-        stream.num_generated_tokens = output.usage.completion_tokens
-        if is_last:
-            del self._by_number[number]
-            self._on_end(stream.request, output)
-        if self._by_id.get(output.request_id) is not stream:  # its consumer has gone
+            if output.finish_reason is None:
+                self.take_tokens(number, output.token_ids)
+                return
+            output = self._with_last_text(stream, stream.text, output, output.finish_reason)
+        if output.finish_reason is None:
+            self._put(stream, output)
             return
-        if is_last or output.token_ids or output.text:
+        del self._by_number[number]
+        self._on_end(stream.request, output)
+        if self._has_consumer(stream):
             stream.outputs.put_nowait(output)
-        if is_last:
             self._forget(output.request_id)
-        elif self.reader_buffer is not None and stream.outputs.qsize() >= self.reader_buffer and not stream.is_paused:
-            stream.is_paused = True
-            self._send(SetPaused(number, True))
 
     def end_all(self, reason: FinishReason, error: ErrorData | None) -> None:
         """Ends every stream without the engine, and every question."""
@@ -235,34 +240,47 @@ class Streams:
         self._by_number.clear()
         self.questions.fail(EngineDeadError("the engine has stopped; there is nothing to look at") if error is None else from_data(error))
 
-    def _with_text(self, stream: _Stream, text: TextMaker, output: RequestOutput) -> RequestOutput:
-        """An output of tokens, with the text that they make. The engine hears of a stop string, and its answer is the last output."""
-        token_ids, reason = output.token_ids, output.finish_reason
-        last_token_id = token_ids[-1] if token_ids and reason in ("stop", "length") else None
+    # -- Inside -------------------------------------------------------------------------------------------------------------------------------
+
+    def _put(self, stream: _Stream, output: RequestOutput) -> None:
+        """Hands on an output of a stream that goes on."""
+        stream.num_generated_tokens = output.usage.completion_tokens
+        if not self._has_consumer(stream):
+            return
+        stream.outputs.put_nowait(output)
+        if self.reader_buffer is not None and stream.outputs.qsize() >= self.reader_buffer and not stream.is_paused:
+            stream.is_paused = True
+            self._send(SetPaused(stream.number, True))
+
+    def _with_last_text(self, stream: _Stream, text: TextMaker, output: RequestOutput, reason: FinishReason) -> RequestOutput:
+        """The last output of a stream whose text is made here: the engine's own end, or its answer to a stop, or an end that came before it heard of one."""
+        token_ids = output.token_ids
         piece = ""
-        if stream.stop is not None:
-            token_ids = ()  # those after the end of the text
-        else:
+        if stream.stop is None:
+            last_token_id = token_ids[-1] if token_ids and reason in ("stop", "length") else None
             piece, matched, num_taken = text.push(token_ids if last_token_id is None else token_ids[:-1])
             if matched is not None:
-                token_ids = token_ids[:num_taken]
                 stream.stop = stream.num_generated_tokens + num_taken, matched
-                if reason is None:
-                    self._send(Stop(stream.number, stream.stop[0]))
-            elif reason is not None and reason != "error":
+            elif reason != "error":
                 end = text.end(reason, output.stop_reason, last_token_id)
                 return dataclasses.replace(output, text=piece + end.text, finish_reason=end.finish_reason, stop_reason=end.stop_reason)
-        if stream.stop is None:
-            return dataclasses.replace(output, text=piece)
+            else:
+                return dataclasses.replace(output, text=piece)
         num_tokens, stop_string = stream.stop
-        usage = dataclasses.replace(output.usage, completion_tokens=num_tokens)
-        if reason is None:
-            return dataclasses.replace(output, token_ids=token_ids, text=piece, usage=usage)
         if (num_unwanted := output.usage.completion_tokens - num_tokens) > 0:
             self._send(GiveBack(stream.request.options.tenant, num_unwanted))
-        return dataclasses.replace(output, token_ids=token_ids, text=piece, finish_reason="stop", stop_reason=stop_string, usage=usage, error=None)
+        return dataclasses.replace(
+            output,
+            token_ids=token_ids[: max(0, num_tokens - stream.num_generated_tokens)],
+            text=piece,
+            finish_reason="stop",
+            stop_reason=stop_string,
+            usage=dataclasses.replace(output.usage, completion_tokens=num_tokens),
+            error=None,
+        )
 
-    # -- Inside -------------------------------------------------------------------------------------------------------------------------------
+    def _has_consumer(self, stream: _Stream) -> bool:
+        return self._by_id.get(stream.request.request_id) is stream
 
     def _forget(self, request_id: str) -> None:
         del self._by_id[request_id]
