@@ -136,12 +136,12 @@ def test_a_step_in_a_full_pool_costs_little_more_than_in_a_free_one(prefix: Lite
             submit(engine, number, prompt_pages * PAGE_SIZE, 1000)
         while len(engine.step()) < num_rows:
             pass
-        number = num_rows
-        while is_full and engine.stats().num_idle_pages < engine.stats().num_free_pages:  # one request after another leaves all its pages in the cache
-            submit(engine, number, 100 * PAGE_SIZE - 1, 1)
+        for number in range(num_rows, num_rows + 20 * is_full):  # one request after another leaves all its pages in the cache: they are whole
+            submit(engine, number, 100 * PAGE_SIZE, 1)
             while engine.stats().num_running + engine.stats().num_waiting > num_rows:
                 engine.step()
-            number += 1
+        if is_full:
+            assert engine.stats().num_idle_pages == engine.stats().num_free_pages > 0
         evicted = engine.stats().num_evicted_pages
         found = instructions_a_step(engine, num_steps)
         stats = engine.stats()
