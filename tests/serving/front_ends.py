@@ -67,7 +67,7 @@ def config_of(
 
 
 def engine_of(runner: FakeRunner, config: Config, max_position: int) -> Engine:
-    return Engine(runner, byte_tokenizer(), fake_spec(max_position), config, model_name="fake", seed=0)
+    return Engine(runner, byte_tokenizer(), fake_spec(max_position), config, model_name="fake", seed=0, overlap=bool(config.engine.overlap))
 
 
 def free_port() -> int:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -21,8 +18,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDeadError, EngineError
 from tests.engine_host.fakes import LONG, SlowRunner, long_runner
-from tests.serving.front_ends import Served, alone, complete, front_end_pids, front_ends, rest_of, run, start, streaming, text_in
-from tests.serving.servers import http_client
+from tests.serving.front_ends import alone, complete, front_end_pids, front_ends, rest_of, run, start, streaming, text_in
 from tests.waiting import LIMIT_S, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -157,57 +153,3 @@ def test_front_ends_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyP
             await start(SlowRunner())
 
     run(body())
-
-
-NUM_LOSSES = int(os.environ.get("JAXSERVE_TEST_LOSSES", "12"))
-"""Front ends killed by the test below; each costs the start of another."""
-
-
-@pytest.mark.slow
-def test_random_losses_under_load_leak_nothing_and_change_nobody_s_tokens() -> None:
-    """Front ends are killed at random among clients that read to the end or leave: an answer that comes to its end is what it would have been."""
-    random_ = random.Random(7)
-
-    async def one(served: Served, index: int) -> str:
-        """A request of a client of its own. Returns how it ended."""
-        num_tokens, prompt = random_.randrange(50, 1500), f"request {index}"
-        kind = random_.choice(("reads", "reads", "leaves"))
-        try:
-            async with http_client(served.port) as client, streaming(client, prompt, max_tokens=num_tokens, seed=index) as stream:
-                if kind == "leaves":
-                    for _ in range(random_.randrange(1, 5)):
-                        await anext(stream)
-                    return kind
-                events = await rest_of(stream)
-        except (httpx.TransportError, StopAsyncIteration):
-            return "is lost"
-        assert text_in(events) == alone(prompt, num_tokens, index) and events[-2]["usage"]["completion_tokens"] == num_tokens
-        return kind
-
-    async def body() -> None:
-        async with front_ends(long_runner(), engine=EngineConfig(reader_buffer=2)) as served:
-            ends: Counter[str] = Counter()
-            is_over = asyncio.Event()
-            numbers = itertools.count()
-
-            async def keep_asking() -> None:
-                while not is_over.is_set():
-                    ends[await asyncio.wait_for(one(served, next(numbers)), LIMIT_S)] += 1
-
-            asking = [asyncio.create_task(keep_asking()) for _ in range(12)]
-            for _ in range(NUM_LOSSES):
-                before = ends.total()
-                await until(lambda before=before: ends.total() >= before + 5)
-                lost = random_.choice(front_end_pids())
-                os.kill(lost, signal.SIGKILL)
-                await until(lambda lost=lost: len(front_end_pids()) == 2 and lost not in front_end_pids())
-            is_over.set()
-            await asyncio.gather(*asking)
-            assert ends["is lost"] and ends["reads"] and ends["leaves"], ends
-            await served.all_free()
-            stats = served.engine.stats()
-            assert stats.num_requests == sum(stats.finished.values()) and stats.finished["error"] == 0
-            assert served.engine.thread.engine is not None
-            served.engine.thread.engine.check_integrity()
-
-    asyncio.run(body())
