@@ -213,6 +213,8 @@ class ServerConfig:
         log_requests: Log a line about each request that has ended: its settings, counts and times, never its prompt.
         otlp_endpoint: Where traces go, over OTLP/HTTP, such as ``http://localhost:4318``; ``None`` makes none. Needs the extra ``otel``.
         admin_keys: Any of these opens ``/debug``; without one it does not exist.
+        processes: Front ends as processes of their own, which share the ports: they parse, tokenize and make the text while the engine's process only runs the
+            engine. With 1 there is none: all of it is done in the engine's process.
     """
 
     host: Annotated[str, NotBlank()] = "127.0.0.1"
@@ -225,6 +227,7 @@ class ServerConfig:
     log_requests: bool = True
     otlp_endpoint: Annotated[str, NotBlank()] | None = None
     admin_keys: Annotated[tuple[str, ...], NotBlank()] = ()
+    processes: Annotated[int, Between(1, 256)] = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

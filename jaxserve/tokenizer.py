@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from jaxserve.chat_template import ChatTemplate
 from jaxserve.detokenizer import Detokenizer, TokenBytes, decode
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelError
-from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.loading.folder_files import read_json
-from jaxserve.models.loading.gguf_file import GGUFFile
-from jaxserve.models.loading.gguf_tokenizer import gguf_tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.models.loading.checkpoint import Checkpoint
+    from jaxserve.models.loading.gguf_file import GGUFFile
 
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerData:
+    """A tokenizer as plain data, from which another process makes its own; the fields are those of :class:`Tokenizer`, ``backend`` as JSON."""
+
+    backend: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    template_source: str
+    source: str
 
 
 class Tokenizer:
@@ -68,6 +83,24 @@ class Tokenizer:
         self.source = source
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def of(cls, data: TokenizerData) -> Tokenizer:
+        """The tokenizer that :meth:`to_data` was called on, made again."""
+        fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+        return cls(tokenizers.Tokenizer.from_str(fields.pop("backend")), **fields)
+
+    def to_data(self) -> TokenizerData:
+        """See :class:`TokenizerData`."""
+        return TokenizerData(
+            backend=self._backend.to_str(),
+            bos_token_id=self.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+            special_tokens=self._special_tokens,
+            chat_template=self.chat_template,
+            template_source=self.template_source,
+            source=self.source,
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
@@ -152,6 +185,8 @@ def load_tokenizer(checkpoint: Checkpoint, *, chat_template: str | None = None) 
 
 
 def _from_gguf(checkpoint: Checkpoint, file: GGUFFile, given: str | None) -> Tokenizer:
+    from jaxserve.models.loading.gguf_tokenizer import gguf_tokenizer  # with an array library, which a tokenizer made from data does without
+
     parts = gguf_tokenizer(file)
     template, source = _read_given(given) or (parts.chat_template, "GGUF metadata")
     return Tokenizer(

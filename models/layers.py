@@ -1,4 +1,4 @@
-"""The decoder as two Flax NNX modules: one layer, and what stands around the layers. Attention itself is the caller's.
+"""The decoder as Flax NNX modules: a layer with its two blocks, and what stands around the layers. Attention over the pool is the caller's.
 
 Products take operands in the model dtype and give float32; what follows a product (bias, norm, rotary embedding, activation) stays in float32
 and is rounded once. On CPU that is also the fast path: a bfloat16 result would convert whole weights (design notes, CPU facts).
@@ -16,7 +16,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.kernels_pallas.ragged_paged_attention.api import KVPool
 from jaxserve.kernels_pallas.row_sum import row_sum
-from jaxserve.models.spec import ModelSpec
+from jaxserve.models.attention_kind import GroupedQueryAttention
+from jaxserve.models.mlp_kind import GatedMlp
+from jaxserve.models.params import head_path, layer_params, param_specs
+from jaxserve.models.spec import LayerKind, ModelSpec
+from jaxserve.models.weight import Weight, bind
 
 
 class Attend(Protocol):
@@ -70,17 +74,81 @@ def soft_cap(x: Float32[Array, "*shape"], cap: float | None) -> Float32[Array, "
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _product(x_TI: Array, weight: nnx.Param[Array], bias: nnx.Param[Array] | None = None, *, dtype: Any = jnp.float32) -> Float32[Array, "T O"]:
-    """``x @ weight.T + bias`` in float32, for a weight ``[out…, in…]`` and a bias ``[out…]``.
-
-    Their axes are flattened, which costs nothing; for a product that keeps them XLA:CPU would transpose the whole weight.
+class GroupedQueryBlock(nnx.Module):
+    """The computation of :class:`GroupedQueryAttention` in a layer.
 
     Args:
-        dtype: In which the product is rounded before the bias. Where its inputs are split over devices the parts are summed in this dtype.
+        spec: The model.
+        kind: The layer's kind of attention.
+        params: The layer's parameters by name, as ``weight.bind`` gives them; the block takes its own.
+        sum_dtype: In which the devices' parts of its output are summed.
     """
-    weight_OI = weight[...].reshape(-1, x_TI.shape[1])
-    y_TO = jax.lax.dot_general(x_TI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
-    return y_TO if bias is None else y_TO + bias[...].reshape(-1).astype(jnp.float32)
+
+    def __init__(self, spec: ModelSpec, kind: GroupedQueryAttention, params: Mapping[str, Any], *, sum_dtype: Any) -> None:
+        self.spec = spec
+        self.kind = kind
+        self.sum_dtype = sum_dtype
+        self.qkv: Weight = params["qkv"]
+        self.o: Weight = params["o"]
+        self.qkv_bias, self.o_bias = params.get("qkv_bias"), params.get("o_bias")
+        if kind.qk_norm:
+            self.q_norm: nnx.Param[Array] = params["q_norm"]
+            self.k_norm: nnx.Param[Array] = params["k_norm"]
+
+    def __call__(
+        self,
+        x_TD: Float[Array, "T D"],
+        cos_TR: Float32[Array, "T R"],
+        sin_TR: Float32[Array, "T R"],
+        pool: KVPool,
+        attend: Attend,
+        layer: Int32[Array, ""] | int,
+        window: Int32[Array, ""] | int,
+    ) -> tuple[Float32[Array, "T D"], KVPool]:
+        """Attention of normed rows, and the pool with their keys and values in it."""
+        q_TNH, k_TKH, v_TKH = self._queries_keys_values(x_TD, cos_TR, sin_TR)
+        o_TNH, pool = attend(q_TNH, k_TKH, v_TKH, pool, layer, window)
+        return self.o.apply(o_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1), self.o_bias, dtype=self.sum_dtype), pool
+
+    def _queries_keys_values(self, x_TD: Array, cos_TR: Array, sin_TR: Array) -> tuple[Array, Array, Array]:
+        kind = self.kind
+        qkv_TKXH = self.qkv.apply(x_TD, self.qkv_bias).reshape(-1, kind.num_kv_heads, kind.group_size + 2, kind.head_dim)
+        q_TKGH, k_TKH, v_TKH = qkv_TKXH[:, :, :-2], qkv_TKXH[:, :, -2], qkv_TKXH[:, :, -1]
+        if kind.qk_norm:
+            q_TKGH, k_TKH = _norm(self.spec, q_TKGH, self.q_norm), _norm(self.spec, k_TKH, self.k_norm)
+        q_TKGH, k_TKH = rotate(q_TKGH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
+        q_TNH = q_TKGH.reshape(-1, kind.num_heads, kind.head_dim)
+        return q_TNH.astype(x_TD.dtype), k_TKH.astype(x_TD.dtype), v_TKH.astype(x_TD.dtype)
+
+
+class GatedMlpBlock(nnx.Module):
+    """The computation of :class:`GatedMlp` in a layer.
+
+    Args:
+        kind: The layer's kind of MLP.
+        params: The layer's parameters by name, as ``weight.bind`` gives them; the block takes its own.
+        sum_dtype: In which the devices' parts of its output are summed.
+    """
+
+    def __init__(self, kind: GatedMlp, params: Mapping[str, Any], *, sum_dtype: Any) -> None:
+        self.kind = kind
+        self.sum_dtype = sum_dtype
+        self.gate_up: Weight = params["gate_up"]
+        self.down: Weight = params["down"]
+        self.gate_up_bias, self.down_bias = params.get("gate_up_bias"), params.get("down_bias")
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float32[Array, "T D"]:
+        """The MLP of normed rows."""
+        halves = jnp.split(self.gate_up.apply(x_TD, self.gate_up_bias), 2, axis=1)
+        gate_TF, up_TF = (half.reshape(x_TD.shape[0], -1) for half in halves)
+        gate_TF = jax.nn.silu(gate_TF) if self.kind.activation == "silu" else jax.nn.gelu(gate_TF, approximate=True)
+        return self.down.apply((gate_TF * up_TF).astype(x_TD.dtype), self.down_bias, dtype=self.sum_dtype)
+
+
+ATTENTION_BLOCKS = {GroupedQueryAttention: GroupedQueryBlock}
+"""The computation of each kind of attention."""
+MLP_BLOCKS = {GatedMlp: GatedMlpBlock}
+"""The computation of each kind of MLP."""
 
 
 class DecoderLayer(nnx.Module):
@@ -88,30 +156,26 @@ class DecoderLayer(nnx.Module):
 
     Args:
         spec: The model.
-        values: The layer's parameters, or their shapes, by the last part of their paths in ``param_specs``.
+        kind: The layer's kind.
+        values: The layer's parameters by name, as ``build_params`` has them.
+        dtype: Of the model.
         is_split: Whether the parameters are split over several devices.
     """
 
     input_norm: nnx.Param[Array]
-    qkv: nnx.Param[Array]
-    o: nnx.Param[Array]
     mlp_norm: nnx.Param[Array]
-    gate_up: nnx.Param[Array]
-    down: nnx.Param[Array]
-    q_norm: nnx.Param[Array]  # The rest only where the spec asks for it.
-    k_norm: nnx.Param[Array]
-    post_attention_norm: nnx.Param[Array]
+    post_attention_norm: nnx.Param[Array]  # These two only where the spec asks for them.
     post_mlp_norm: nnx.Param[Array]
-    qkv_bias: nnx.Param[Array] | None = None
-    o_bias: nnx.Param[Array] | None = None
-    gate_up_bias: nnx.Param[Array] | None = None
-    down_bias: nnx.Param[Array] | None = None
 
-    def __init__(self, spec: ModelSpec, values: Mapping[str, Any], *, is_split: bool) -> None:
+    def __init__(self, spec: ModelSpec, kind: LayerKind, values: Mapping[str, Any], *, dtype: Any, is_split: bool) -> None:
         self.spec = spec
-        self.is_split = is_split
-        for name, value in values.items():
-            setattr(self, name, nnx.Param(value))
+        params = bind(values, layer_params(spec, kind), is_split=is_split)
+        # Of products that devices sum up: the model's own dtype, half the bytes of float32 on the links.
+        sum_dtype = dtype if is_split else jnp.float32
+        self.attention = ATTENTION_BLOCKS[type(kind.attention)](spec, kind.attention, params, sum_dtype=sum_dtype)
+        self.mlp = MLP_BLOCKS[type(kind.mlp)](kind.mlp, params, sum_dtype=sum_dtype)
+        for name in ("input_norm", "mlp_norm", *(("post_attention_norm", "post_mlp_norm") if spec.post_norms else ())):
+            setattr(self, name, params[name])
 
     def __call__(
         self,
@@ -125,48 +189,14 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVPool]:
         """The residual stream after this layer, in the dtype it came in, and the pool."""
         spec, dtype = self.spec, x_TD.dtype
-        q_TNH, k_TKH, v_TKH = self._queries_keys_values(self._norm(x_TD, self.input_norm).astype(dtype), cos_TR, sin_TR)
-        o_TNH, pool = attend(q_TNH, k_TKH, v_TKH, pool, layer, window)
-        o_TD = _product(o_TNH.astype(dtype).reshape(x_TD.shape[0], -1), self.o, self.o_bias, dtype=self._sum_dtype(dtype))
+        o_TD, pool = self.attention(_norm(spec, x_TD, self.input_norm).astype(dtype), cos_TR, sin_TR, pool, attend, layer, window)
         if spec.post_norms:
-            o_TD = self._norm(o_TD, self.post_attention_norm)
+            o_TD = _norm(spec, o_TD, self.post_attention_norm)
         x_TD = (x_TD + o_TD).astype(dtype)
-        y_TD = self._mlp(self._norm(x_TD, self.mlp_norm).astype(dtype))
+        y_TD = self.mlp(_norm(spec, x_TD, self.mlp_norm).astype(dtype))
         if spec.post_norms:
-            y_TD = self._norm(y_TD, self.post_mlp_norm)
+            y_TD = _norm(spec, y_TD, self.post_mlp_norm)
         return (x_TD + y_TD).astype(dtype), pool
-
-    def _norm(self, x: Array, weight: nnx.Param[Array]) -> Array:
-        return rms_norm(x, weight[...], eps=self.spec.norm_eps, offset=self.spec.norm_offset)
-
-    def _queries_keys_values(self, x_TD: Array, cos_TR: Array, sin_TR: Array) -> tuple[Array, Array, Array]:
-        spec = self.spec
-        qkv_TKXH = _product(x_TD, self.qkv, self.qkv_bias).reshape(-1, spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
-        q_TKGH, k_TKH, v_TKH = qkv_TKXH[:, :, :-2], qkv_TKXH[:, :, -2], qkv_TKXH[:, :, -1]
-        if spec.qk_norm:
-            q_TKGH, k_TKH = self._norm(q_TKGH, self.q_norm), self._norm(k_TKH, self.k_norm)
-        q_TKGH, k_TKH = rotate(q_TKGH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
-        q_TNH = q_TKGH.reshape(-1, spec.num_heads, spec.head_dim)
-        return q_TNH.astype(x_TD.dtype), k_TKH.astype(x_TD.dtype), v_TKH.astype(x_TD.dtype)
-
-    def _mlp(self, x_TD: Array) -> Array:
-        gate_TF, up_TF = self._gate_up(x_TD)
-        gate_TF = jax.nn.silu(gate_TF) if self.spec.activation == "silu" else jax.nn.gelu(gate_TF, approximate=True)
-        return _product((gate_TF * up_TF).astype(x_TD.dtype), self.down, self.down_bias, dtype=self._sum_dtype(x_TD.dtype))
-
-    def _gate_up(self, x_TD: Array) -> tuple[Array, Array]:
-        if not self.is_split:
-            gate_TF, up_TF = jnp.split(_product(x_TD, self.gate_up, self.gate_up_bias), 2, axis=1)
-            return gate_TF, up_TF
-        # F is split over devices, and flattening would mix it with the axis of two in front of it.
-        y_T2F = jax.lax.dot_general(x_TD, self.gate_up[...], (((1,), (2,)), ((), ())), preferred_element_type=jnp.float32)
-        if self.gate_up_bias is not None:
-            y_T2F = y_T2F + self.gate_up_bias[...].astype(jnp.float32)
-        return y_T2F[:, 0], y_T2F[:, 1]
-
-    def _sum_dtype(self, dtype: Any) -> Any:
-        """Of products that devices sum up: the model's own, half the bytes of float32 on the links."""
-        return dtype if self.is_split else jnp.float32
 
 
 class Stem(nnx.Module):
@@ -174,21 +204,22 @@ class Stem(nnx.Module):
 
     Args:
         spec: The model.
-        values: The parameters that are not a layer's, or their shapes, by their paths in ``param_specs``.
+        values: The parameters that are not a layer's, as ``build_params`` has them.
+        is_split: Whether the parameters are split over several devices.
     """
 
-    embed: nnx.Param[Array]
+    embed: Weight
     final_norm: nnx.Param[Array]
-    head: nnx.Param[Array]  # Only where the head is not the embedding.
+    head: Weight  # Only where the head is not the embedding.
 
-    def __init__(self, spec: ModelSpec, values: Mapping[str, Any]) -> None:
+    def __init__(self, spec: ModelSpec, values: Mapping[str, Any], *, is_split: bool) -> None:
         self.spec = spec
-        for name, value in values.items():
-            setattr(self, name, nnx.Param(value))
+        for name, param in bind(values, param_specs(spec), is_split=is_split).items():
+            setattr(self, name, param)
 
     def embeddings(self, token_ids_T: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """Scaled embeddings in the model dtype. Ids out of range are clipped; the engine lets none in."""
-        x_TD = jnp.take(self.embed[...], token_ids_T, axis=0, mode="clip")
+        x_TD = self.embed.rows(token_ids_T)
         if self.spec.embedding_scale == 1.0:
             return x_TD
         scale = jnp.asarray(self.spec.embedding_scale, x_TD.dtype)
@@ -196,11 +227,16 @@ class Stem(nnx.Module):
 
     def final(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """The normed residual stream that the head reads."""
-        return rms_norm(x_TD, self.final_norm[...], eps=self.spec.norm_eps, offset=self.spec.norm_offset).astype(x_TD.dtype)
+        return _norm(self.spec, x_TD, self.final_norm).astype(x_TD.dtype)
 
     def logits(self, x_BD: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """Output logits, soft-capped where the model does."""
-        return soft_cap(_product(x_BD, self.embed if self.spec.tied else self.head), self.spec.final_soft_cap)
+        head: Weight = getattr(self, head_path(self.spec))
+        return soft_cap(head.apply(x_BD), self.spec.final_soft_cap)
+
+
+def _norm(spec: ModelSpec, x: Array, weight: nnx.Param[Array]) -> Float32[Array, "*shape"]:
+    return rms_norm(x, weight[...], eps=spec.norm_eps, offset=spec.norm_offset)
 
 
 def rope_tables(spec: ModelSpec, positions_T: Int32[Array, "T"]) -> tuple[Float32[Array, "C T R"], Float32[Array, "C T R"]]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.kernels_pallas.ragged_paged_attention.api import NO_WINDOW, KVPool
 from jaxserve.mesh import Layout
 from jaxserve.models.layers import Attend, DecoderLayer, Stem, rope_tables
-from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs, repeat_heads, unrepeated
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import LayersForm, Params, build_params, param_specs, unrepeated
 from jaxserve.models.sharding import param_sharding
-from jaxserve.models.spec import ModelSpec
+from jaxserve.models.spec import LayerKind, ModelSpec, Stack
+
+_Slice = tuple[Mapping[str, Any], Array, Array, Array]
+"""What a scan gives its body for one place of a unit: a layer's parameters, its index, its window and its kind of rotary embedding."""
 
 _SPREAD = 0.1
 """Standard deviation of random norm weights (about their neutral value) and biases."""
@@ -31,23 +34,20 @@ class Model:
     Args:
         spec: What the decoder is.
         dtype: Of parameters and of the residual stream.
-        layers: ``scan`` runs one compiled layer over stacked parameters, ``unroll`` compiles each with its own.
-        layer_graph: Static part of one layer.
-        stem_graph: Static part of what stands around the layers.
+        layers: ``scan`` runs one compiled body a group of layers over stacked parameters, ``unroll`` runs each layer with its own.
+        is_split: Whether the parameters are split over several devices, which sum up their parts of each block in ``dtype``.
     """
 
     spec: ModelSpec
     dtype: jnp.dtype
     layers: LayersForm
-    layer_graph: nnx.GraphDef[DecoderLayer]
-    stem_graph: nnx.GraphDef[Stem]
+    is_split: bool
 
     def abstract_params(self) -> Params:
         """The parameters' shapes and dtypes, as ``jax.ShapeDtypeStruct``."""
 
         def make(_path: str, param: ParamSpec, layer: int | None) -> jax.ShapeDtypeStruct:
-            stacked = param.per_layer and layer is None
-            return jax.ShapeDtypeStruct((self.spec.num_layers, *param.shape) if stacked else param.shape, self.dtype)
+            return jax.ShapeDtypeStruct(param.array_shape(layer), self.dtype)
 
         return build_params(self.spec, self.layers, make)
 
@@ -62,14 +62,16 @@ class Model:
         once = param_specs(unrepeated(self.spec))
 
         def one(path: str, param: ParamSpec, layer: int) -> np.ndarray:
-            # Drawn by numpy: a compile for each shape takes longer than drawing the models that tests use.
-            rng = np.random.default_rng([seed, zlib.crc32(path.encode()), layer])
+            # Drawn by numpy: a compile for each shape takes longer than drawing the models that tests use. By the name and the layer's index alone, so that
+            # it does not matter how layers are grouped.
+            name = f"layers.{path.rpartition('.')[2]}" if param.per_layer else path
+            rng = np.random.default_rng([seed, zlib.crc32(name.encode()), layer])
             values = _random(rng, once[path], randomize_all).astype(self.dtype)
-            return values if once[path] == param else repeat_heads(values, once[path], param)
+            return values if once[path] == param else _repeat_heads(values, once[path], param)
 
         def make(path: str, param: ParamSpec, layer: int | None) -> Array:
             if param.per_layer and layer is None:
-                values = np.stack([one(path, param, index) for index in range(self.spec.num_layers)])
+                values = np.stack([one(path, param, index) for index in param.indices])
             else:
                 values = one(path, param, layer or 0)
             if layout is None:
@@ -96,35 +98,47 @@ class Model:
         stem = self._stem(params)
         x_TD = stem.embeddings(token_ids_T)
         cos_CTR, sin_CTR = rope_tables(self.spec, positions_T)
-        windows = [NO_WINDOW if layer.window is None else layer.window for layer in self.spec.layers]
-        ropes = [layer.rope for layer in self.spec.layers]
 
-        def run(layer_params: Mapping[str, Array], x_TD: Array, pool: KVPool, layer: Any, window: Any, rope: Any) -> tuple[Array, KVPool]:
-            module = nnx.merge(self.layer_graph, layer_params)
+        def run(kind: LayerKind, values: Mapping[str, Any], x_TD: Array, pool: KVPool, layer: Any, window: Any, rope: Any) -> tuple[Array, KVPool]:
+            module = DecoderLayer(self.spec, kind, values, dtype=self.dtype, is_split=self.is_split)
             return module(x_TD, cos_CTR[rope], sin_CTR[rope], pool, attend, layer, window)
 
         if self.layers == "unroll":
-            # Traced once, called for each layer; XLA inlines the calls. Tracing 30 layers apart took 2 s a bucket, more than reading the program from disk.
-            run_traced = jax.jit(run)
-            for layer, layer_params in enumerate(params["layers"]):
-                numbers = (jnp.int32(layer), jnp.int32(windows[layer]), jnp.int32(ropes[layer]))
-                x_TD, pool = run_traced(layer_params, x_TD, pool, *numbers)
-        else:
+            # Traced once a kind, called for each layer; XLA inlines the calls. Tracing 30 layers apart took 2 s a bucket, more than reading it from disk.
+            run_traced = jax.jit(run, static_argnums=0)
+            kinds = {layer: stack.kind for stacks in self.spec.stacks for stack in stacks for layer in stack.layers}
+            for layer, values in enumerate(params["layers"]):
+                x_TD, pool = run_traced(kinds[layer], values, x_TD, pool, *(jnp.int32(number) for number in (layer, *self._numbers(layer))))
+            return stem.final(x_TD), pool
+        arrays = iter(params["layers"])
+        for stacks in self.spec.stacks:
             # The pool is carried: as scan input and output XLA keeps a second whole pool. Window and rope kind are data, so layers that differ share a body.
-            def body(carry: tuple[Array, KVPool], xs: tuple[Mapping[str, Array], Array, Array, Array]) -> tuple[tuple[Array, KVPool], None]:
-                layer_params, layer, window, rope = xs
-                return run(layer_params, *carry, layer, window, rope if len(self.spec.ropes) > 1 else 0), None
+            def body(carry: tuple[Array, KVPool], unit: Sequence[_Slice], stacks: tuple[Stack, ...] = stacks) -> tuple[tuple[Array, KVPool], None]:
+                for stack, (values, layer, window, rope) in zip(stacks, unit, strict=True):
+                    carry = run(stack.kind, values, *carry, layer, window, rope if len(self.spec.ropes) > 1 else 0)
+                return carry, None
 
-            numbers = (jnp.arange(self.spec.num_layers, dtype=jnp.int32), jnp.asarray(windows, jnp.int32), jnp.asarray(ropes, jnp.int32))
-            (x_TD, pool), _ = jax.lax.scan(body, (x_TD, pool), (params["layers"], *numbers))
+            unit = [(next(arrays), *self._stacked_numbers(stack.layers)) for stack in stacks]
+            (x_TD, pool), _ = jax.lax.scan(body, (x_TD, pool), unit)
         return stem.final(x_TD), pool
 
     def logits(self, params: Params, x_BD: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """Output logits of rows of :meth:`forward`'s result, in float32, the final soft cap applied."""
         return self._stem(params).logits(x_BD)
 
+    def _numbers(self, layer: int) -> tuple[int, int]:
+        """Window and kind of rotary embedding of a layer."""
+        numbers = self.spec.layers[layer]
+        return NO_WINDOW if numbers.window is None else numbers.window, numbers.rope
+
+    def _stacked_numbers(self, layers: range) -> tuple[Array, Array, Array]:
+        """Index, window and kind of rotary embedding of each layer of a stack."""
+        rows = [(layer, *self._numbers(layer)) for layer in layers]
+        indices, windows, ropes = (jnp.asarray(column, jnp.int32) for column in zip(*rows, strict=True))
+        return indices, windows, ropes
+
     def _stem(self, params: Params) -> Stem:
-        return nnx.merge(self.stem_graph, {name: value for name, value in params.items() if name != "layers"})
+        return Stem(self.spec, {name: value for name, value in params.items() if name != "layers"}, is_split=self.is_split)
 
 
 def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm, is_split: bool = False) -> Model:
@@ -136,15 +150,7 @@ def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm, is_split: bo
         layers: Form of the layers and of their parameters.
         is_split: Whether the parameters will be split over several devices, which then sum up their parts of each block in ``dtype``.
     """
-    dtype = jnp.dtype(dtype)
-    layer: dict[str, jax.ShapeDtypeStruct] = {}
-    stem: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, param in param_specs(spec).items():
-        values = layer if param.per_layer else stem
-        values[path.removeprefix("layers.")] = jax.ShapeDtypeStruct(param.shape, dtype)
-    layer_graph, _ = nnx.split(DecoderLayer(spec, layer, is_split=is_split))
-    stem_graph, _ = nnx.split(Stem(spec, stem))
-    return Model(spec=spec, dtype=dtype, layers=layers, layer_graph=layer_graph, stem_graph=stem_graph)
+    return Model(spec=spec, dtype=jnp.dtype(dtype), layers=layers, is_split=is_split)
 
 
 def _random(rng: np.random.Generator, param: ParamSpec, randomize_all: bool) -> np.ndarray:
@@ -152,3 +158,19 @@ def _random(rng: np.random.Generator, param: ParamSpec, randomize_all: bool) -> 
         return rng.standard_normal(param.shape, np.float32) * np.float32(param.fan_in**-0.5)
     neutral = np.full(param.shape, 1.0 if param.init == "ones" else 0.0, np.float32)
     return neutral + _SPREAD * rng.standard_normal(param.shape, np.float32) if randomize_all else neutral
+
+
+def _repeat_heads(values: np.ndarray, param: ParamSpec, repeated: ParamSpec) -> np.ndarray:
+    """One layer's parameter of the :func:`unrepeated` model as the model with repeated KV heads has it.
+
+    Args:
+        values: As ``param`` declares them.
+        param: Declaration in the unrepeated model.
+        repeated: Declaration of the same parameter in the other.
+    """
+    result = np.empty(repeated.shape, values.dtype)
+    for piece, place in zip(param.pieces, repeated.pieces, strict=True):
+        target = result[place.into]
+        heads = values[piece.into].reshape(target.shape[0] // place.repeat, -1)
+        target[...] = np.repeat(heads, place.repeat, axis=0).reshape(target.shape)
+    return result

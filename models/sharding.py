@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.errors import ConfigError
 from jaxserve.mesh import Layout
 from jaxserve.mesh_axes import MODEL
-from jaxserve.models.params import LayersForm, Params, ParamSpec, build_params, param_specs, unrepeated
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import LayersForm, Params, build_params, param_specs, unrepeated
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sharding_rules import Misfit, ShardingRules
 
@@ -34,16 +35,16 @@ def fit_kv_heads(spec: ModelSpec, rules: ShardingRules, *, replicate: bool) -> M
     Raises:
         ConfigError: There are fewer, and repeating them is not allowed or does not come out even.
     """
-    K, mesh, ranks = spec.num_kv_heads, rules.mesh, rules.mesh.model
+    K, mesh, ranks = spec.attention.num_kv_heads, rules.mesh, rules.mesh.model
     fitted = _with_repeats(spec, rules)
     if fitted is None:
         raise ConfigError(
-            f"mesh {mesh}: {spec.num_heads} heads on {K} KV heads cannot be split over {ranks} model ranks (sharding.kv_heads), not even with KV heads "
-            f"repeated; {_nearest(spec, rules, MODEL)}"
+            f"mesh {mesh}: {spec.attention.num_heads} heads on {K} KV heads cannot be split over {ranks} model ranks (sharding.kv_heads), not even with KV "
+            f"heads repeated; {_nearest(spec, rules, MODEL)}"
         )
-    if fitted.kv_repeat > spec.kv_repeat and not replicate:
+    if fitted.attention.kv_repeat > spec.attention.kv_repeat and not replicate:
         check_layout(fitted, rules)  # what repeating would not mend comes first
-        repeat = fitted.kv_repeat
+        repeat = fitted.attention.kv_repeat
         raise ConfigError(
             f"mesh {mesh}: {K} KV heads are fewer than {ranks} model ranks (sharding.kv_heads); mesh.replicate_kv_heads=true holds each on {repeat} ranks, "
             f"at {repeat} times the memory of keys and values, or use model={K}"
@@ -87,12 +88,12 @@ def _first_misfit(spec: ModelSpec, rules: ShardingRules) -> tuple[str, Misfit] |
 
 def _with_repeats(spec: ModelSpec, rules: ShardingRules) -> ModelSpec | None:
     """The model with KV heads repeated as often as the model ranks need; ``None`` where that does not come out even."""
-    K, ranks = spec.num_kv_heads, rules.parts_over("kv_heads", MODEL)
+    K, ranks = spec.attention.num_kv_heads, rules.parts_over("kv_heads", MODEL)
     if ranks <= K:
         return spec
-    if ranks % K or spec.num_heads % ranks:
+    if ranks % K or spec.attention.num_heads % ranks:
         return None
-    return dataclasses.replace(spec, num_kv_heads=ranks, kv_repeat=spec.kv_repeat * (ranks // K))
+    return spec.with_attention(num_kv_heads=ranks, kv_repeat=spec.attention.kv_repeat * (ranks // K))
 
 
 def _nearest(spec: ModelSpec, rules: ShardingRules, axis: str) -> str:
@@ -104,10 +105,10 @@ def _nearest(spec: ModelSpec, rules: ShardingRules, axis: str) -> str:
         fitted = _with_repeats(checkpoint, resized)
         if fitted is None or _first_misfit(fitted, resized) is not None:
             return None
-        return f"{axis}={size}" + (" with mesh.replicate_kv_heads=true" if fitted.kv_repeat > 1 else "")
+        return f"{axis}={size}" + (" with mesh.replicate_kv_heads=true" if fitted.attention.kv_repeat > 1 else "")
 
     now = rules.mesh[axis]
-    below, above = range(now - 1, 0, -1), range(now + 1, 2 * max(now, spec.num_heads) + 1)
+    below, above = range(now - 1, 0, -1), range(now + 1, 2 * max(now, spec.attention.num_heads) + 1)
     options = [next(filter(None, map(option, sizes)), None) for sizes in (below, above)]
     if not any(options):
         return f"no number of {axis} ranks fits; change the rule or the other axis"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any
+
+from jaxserve.models.attention_kind import AttentionKind
+from jaxserve.models.mlp_kind import MlpKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class RopeSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What may differ from layer to layer. These are numbers, so all layers share one compiled body.
+    """What may differ from layer to layer of one kind. These are numbers, so the layers share one compiled body.
 
     Args:
         window: A token sees itself and the ``window - 1`` tokens before it; ``None`` sees all.
@@ -30,6 +33,57 @@ class LayerSpec:
 
     window: int | None = None
     rope: int = 0
+
+    def seen(self, context: float) -> float:
+        """How many tokens a token at the end of ``context`` tokens sees."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What decides the parameters and the computation of a layer: layers of one kind share a compiled body.
+
+    Args:
+        attention: The kind of its attention.
+        mlp: The kind of its MLP.
+    """
+
+    attention: AttentionKind
+    mlp: MlpKind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Consecutive layers that run as one loop, whose body is a unit of one layer or several, one after the other.
+
+    Args:
+        unit: The kind of each layer of the unit.
+        layers: One entry a layer, in order: a whole number of units.
+    """
+
+    unit: tuple[LayerKind, ...]
+    layers: tuple[LayerSpec, ...]
+
+    def __post_init__(self) -> None:
+        assert self.layers and len(self.layers) % len(self.unit) == 0, f"{len(self.layers)} layers are no whole number of units of {len(self.unit)}"
+
+    @classmethod
+    def uniform(cls, attention: AttentionKind, mlp: MlpKind, layers: tuple[LayerSpec, ...]) -> LayerGroup:
+        """A group whose layers are all of one kind."""
+        return cls(unit=(LayerKind(attention=attention, mlp=mlp),), layers=layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The layers that stand at one place of a group's unit. They are of one kind, and a scan has their parameters as stacked arrays.
+
+    Args:
+        kind: Theirs.
+        layers: Their indices in the model.
+    """
+
+    kind: LayerKind
+    layers: range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,67 +94,65 @@ class ModelSpec:
         family: Registry name of the family.
         vocab_size: V, as the checkpoint has it.
         width: D.
-        num_layers: L.
-        num_heads: N.
-        num_kv_heads: K; divides N. Repeated heads are counted as often as they stand.
-        head_dim: H.
-        mlp_width: F.
+        groups: The layers, in order. All have the same kind of attention: they share one page table and one pool.
         max_position: The model's context length in tokens.
         norm_eps: Added to the mean square in every RMSNorm.
-        activation: Of the gated MLP.
-        layers: One entry a layer.
-        ropes: The kinds of rotary embedding that ``layers`` refer to.
-        attention_scale: Multiplies query-key products.
-        qkv_bias: Whether the query, key and value projections have biases.
-        o_bias: Whether the output projection has a bias.
-        mlp_bias: Whether the MLP's projections have biases.
-        qk_norm: RMSNorm over H on queries and keys before the rotary embedding.
+        ropes: The kinds of rotary embedding that layers refer to.
         post_norms: A second RMSNorm on each block's output before the residual sum (Gemma).
         norm_offset: Added to every norm weight (1 in Gemma, whose weights are stored minus one).
         embedding_scale: Multiplies the embeddings; rounded to the model dtype first, as the original does.
         tied: Whether the output head is the embedding.
-        attention_soft_cap: ``c * tanh(x / c)`` on attention logits.
-        final_soft_cap: The same on output logits.
+        final_soft_cap: ``c * tanh(x / c)`` on output logits.
         bos_token_id: Put before a prompt by the tokenizer, where the model has one.
         eos_token_ids: Any of these ends a generation.
-        kv_repeat: How often each KV head of the checkpoint stands, side by side, so that every model rank has one (``models.sharding.fit_kv_heads``).
     """
 
     family: str
     vocab_size: int
     width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_width: int
+    groups: tuple[LayerGroup, ...]
     max_position: int
     norm_eps: float
-    activation: Literal["silu", "gelu_tanh"]
-    layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeSpec, ...]
-    attention_scale: float
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     post_norms: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     tied: bool = False
-    attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    kv_repeat: int = 1
+
+    def __post_init__(self) -> None:
+        assert len({kind.attention for group in self.groups for kind in group.unit}) == 1, "one pool holds one kind of attention"
 
     @property
-    def group_size(self) -> int:
-        """G, query heads per key/value head."""
-        return self.num_heads // self.num_kv_heads
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """One entry a layer."""
+        return tuple(layer for group in self.groups for layer in group.layers)
 
     @property
-    def layer_matrix_size(self) -> int:
-        """Weights of one layer that every token is multiplied with."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.width
-        return attention + 3 * self.width * self.mlp_width
+    def num_layers(self) -> int:
+        """L."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def attention(self) -> AttentionKind:
+        """The kind of attention that all layers have."""
+        return self.groups[0].unit[0].attention
+
+    @property
+    def stacks(self) -> tuple[tuple[Stack, ...], ...]:
+        """The stacks of each group, one for each place of its unit."""
+        stacks: list[tuple[Stack, ...]] = []
+        start = 0
+        for group in self.groups:
+            stop = start + len(group.layers)
+            stacks.append(tuple(Stack(kind=kind, layers=range(start + place, stop, len(group.unit))) for place, kind in enumerate(group.unit)))
+            start = stop
+        return tuple(stacks)
+
+    def with_attention(self, **changes: Any) -> ModelSpec:
+        """The same model with other fields of its kind of attention."""
+        attention = dataclasses.replace(self.attention, **changes)
+        groups = (dataclasses.replace(group, unit=tuple(dataclasses.replace(kind, attention=attention) for kind in group.unit)) for group in self.groups)
+        return dataclasses.replace(self, groups=tuple(groups))

@@ -197,7 +197,7 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
     model = build_model(spec, dtype=jnp.dtype(jnp.bfloat16), layers="unroll")
     fill = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02), static_argnums=1)
     params = jax.block_until_ready(jax.tree.map(lambda array: fill(jax.random.key(0), array.shape), model.abstract_params()))
-    weight_bytes = sum(array.nbytes for array in jax.tree.leaves(params)) - params["embed"].nbytes
+    weight_bytes = sum(array.nbytes for array in jax.tree.leaves(params)) - params["embed"]["values"].nbytes
     layout = make_layout(MeshShape(), ShardingConfig())
     context = 1024 if on_gpu else 32
     for rows in (1, 8, 64, 256) if on_gpu else (2,):
@@ -216,7 +216,7 @@ def engine_steps(on_gpu: bool, copy_rate: float) -> Iterator[Row]:
 
         seconds, state = measure(run, (plan.allocate(), carry), calls=20 if on_gpu else 1)
         del state
-        kv_bytes = rows * context * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 2
+        kv_bytes = rows * context * spec.num_layers * spec.attention.token_values() * 2
         roofline = (weight_bytes + kv_bytes) / (copy_rate)
         yield Row(
             "engine", f"8B decode batch {rows} context {context}", seconds * 1e3, roofline / seconds, "of roofline", note=f"compiled in {compile_s:.0f} s"

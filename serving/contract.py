@@ -1,14 +1,19 @@
-"""What the front ends need of an engine. ``AsyncEngine`` provides it; the front ends themselves import neither it nor jax."""
+"""What the front ends need of an engine. ``AsyncEngine`` provides it in the engine's process, ``front_ends.RemoteEngine`` in another; the front ends themselves
+import neither of them nor jax.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from jaxserve.engine.clients.commands import Command, Delivery, EngineFacts
 from jaxserve.engine.observation.inspection import SchedulerView
 from jaxserve.engine.observation.meter import Measurements
 from jaxserve.engine.observation.stats import EngineStats
-from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
+from jaxserve.errors import ErrorData
+from jaxserve.request import FinishReason, Request, RequestOptions, RequestOutput, SamplingParams
+from jaxserve.tokenizer import TokenizerData
 
 EngineState = Literal["starting", "ready", "draining", "dead"]
 
@@ -53,6 +58,9 @@ class ServedEngine(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
     def sampling_defaults(self) -> Mapping[str, Any]: ...
 
     def make_request(
@@ -82,16 +90,12 @@ class ServedEngine(Protocol):
         """
         ...
 
-    def stats(self) -> EngineStats:
-        """Counters and gauges. From any thread.
+    async def fetch_stats(self) -> EngineStats:
+        """Counters and gauges.
 
         Raises:
-            EngineNotReadyError: There is no engine yet.
+            EngineError: There is no engine, or it does not answer.
         """
-        ...
-
-    def measurements(self) -> Measurements:
-        """Histograms; as ``stats``."""
         ...
 
     async def inspect(self) -> SchedulerView:
@@ -117,3 +121,47 @@ class ServedEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class MeasuredEngine(ServedEngine, Protocol):
+    """An engine in this process, whose counts can be read at once."""
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges. From any thread.
+
+        Raises:
+            EngineNotReadyError: There is no engine yet.
+        """
+        ...
+
+    def measurements(self) -> Measurements:
+        """Histograms; as ``stats``."""
+        ...
+
+
+class EngineThread(Protocol):
+    """See ``jaxserve.engine.clients.thread.EngineThread``."""
+
+    def attach(self, deliver: Callable[[Delivery], None], end_all: Callable[[FinishReason, ErrorData | None], None]) -> int: ...
+
+    def detach(self, number: int, on_end: Callable[[Request, RequestOutput], None]) -> None: ...
+
+    def send(self, number: int, command: Command) -> None: ...
+
+    def facts(self) -> EngineFacts: ...
+
+
+class HostedEngine(MeasuredEngine, Protocol):
+    """An engine in this process that other processes serve."""
+
+    @property
+    def tokenizer(self) -> PortableTokenizer: ...
+
+    @property
+    def thread(self) -> EngineThread: ...
+
+
+class PortableTokenizer(ServedTokenizer, Protocol):
+    """A tokenizer that can be made again in another process."""
+
+    def to_data(self) -> TokenizerData: ...

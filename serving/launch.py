@@ -1,4 +1,4 @@
-"""Runs both front ends around an engine, from bound ports to a drained exit."""
+"""Serves an engine, from bound ports to a drained exit: signals, and what is said on the terminal."""
 
 from __future__ import annotations
 
@@ -6,38 +6,29 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import shlex
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 
-import uvicorn
-from starlette.types import ASGIApp
-
 from jaxserve.config import Config
-from jaxserve.serving.contract import ServedEngine
+from jaxserve.serving.contract import HostedEngine, MeasuredEngine
+from jaxserve.serving.front_end import run_front_end
+from jaxserve.serving.front_ends.fleet import serve_in_processes
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
-from jaxserve.serving.metrics import Responses
+from jaxserve.serving.metrics import MetricsPage, Responses
 from jaxserve.serving.observers import Observers
-from jaxserve.serving.ports import listen
+from jaxserve.serving.ports import HTTP_PORT, listen
 from jaxserve.serving.service import InferenceService
 
 logger = logging.getLogger(__name__)
 
-STATE_POLL_S = 0.25
-KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection in their pools: the side that closes first should be theirs."""
-LEAST_CLOSING_S = 2.0
-"""For answers that are finished but not yet read, where the drain has left no more time."""
 SECOND_SIGNAL_STATUS = 130
 
 
-async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None] = lambda: None) -> None:
+async def serve(config: Config, engine: HostedEngine, on_end: Callable[[], None] = lambda: None) -> None:
     """Serves until SIGINT or SIGTERM, then drains and returns.
 
     Binds the ports before anything slow happens, answers probes while the engine starts, prints the "ready" line and a ``curl`` line on stderr once it takes
@@ -51,18 +42,15 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
 
     Raises:
         ConfigError: A port is in use, or the host cannot be listened on; the message names the option. Or traces are wanted and cannot be made.
+        EngineDeadError: With several front ends: the engine has stopped.
         Exception: What made the engine's start fail.
     """
     try:
-        with (
-            contextlib.closing(Observers(config, engine)) as observers,
-            contextlib.closing(listen(config.server.host, config.server.port, key="server.port", flag="--port")) as http_socket,
-        ):
-            engine.on_end(observers)
-            service, responses = InferenceService(engine, config), Responses()
-            grpc_server = GrpcServer(service, responses) if config.server.grpc_port is not None else None
-            with _stop_on_signal() as stop:
-                await _serve_bound(create_app(service, responses), service, http_socket, grpc_server, stop)
+        with _stop_on_signal() as stop:
+            if config.server.processes == 1:
+                await _serve_here(config, engine, stop)
+            else:
+                await serve_in_processes(config, engine, stop, announce)
         still_starting = engine.state == "starting"
     finally:
         engine.close()
@@ -73,57 +61,25 @@ async def serve(config: Config, engine: ServedEngine, on_end: Callable[[], None]
         os._exit(0)  # a compilation cannot be interrupted, and its threads would hold the process for minutes
 
 
-async def _serve_bound(app: ASGIApp, service: InferenceService, http_socket: socket.socket, grpc_server: GrpcServer | None, stop: asyncio.Event) -> None:
-    engine, drain_timeout_s = service.engine, service.config.server.drain_timeout_s
-    http_server = _HttpServer(
-        uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S)
-    )
-    closing_s = LEAST_CLOSING_S
-    engine.start()
-    if grpc_server is not None:
-        await grpc_server.start()
-    tasks = {
-        "http": asyncio.create_task(http_server.serve(sockets=[http_socket])),
-        "stop": asyncio.create_task(stop.wait()),
-        "ready": asyncio.create_task(_announce(service, http_socket, grpc_server)),
-    }
-    try:
-        pending = set(tasks.values())
-        while not stop.is_set():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # raises what ended it
-            if tasks["http"] in done:
-                return
-        tasks["ready"].cancel()  # it would say SERVING again while the engine is not draining yet
-        if grpc_server is not None:
-            await grpc_server.set_serving(False)
-        if engine.state == "ready":
-            logger.info("draining: running requests have %g s; a second signal ends the process at once", drain_timeout_s)
-            start_s = time.monotonic()
-            await engine.drain(drain_timeout_s)
-            closing_s = max(closing_s, drain_timeout_s - (time.monotonic() - start_s))  # what has ended may still be read
-    finally:
-        tasks["ready"].cancel()
-        tasks["stop"].cancel()
-        http_server.config.timeout_graceful_shutdown = math.ceil(closing_s)
-        http_server.should_exit = True
-        if grpc_server is not None:
-            await grpc_server.stop(closing_s)
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+async def _serve_here(config: Config, engine: MeasuredEngine, stop: asyncio.Event) -> None:
+    """Runs the one front end in this process."""
+    with (
+        contextlib.closing(Observers(config, engine)) as observers,
+        contextlib.closing(listen(config.server.host, config.server.port, HTTP_PORT)) as http_socket,
+    ):
+        engine.on_end(observers)
+        service, responses = InferenceService(engine, config), Responses()
+        grpc_server = GrpcServer(service, responses) if config.server.grpc_port is not None else None
+        app = create_app(service, responses, MetricsPage(engine, service, responses))
+        port, grpc_port = http_socket.getsockname()[1], None if grpc_server is None else grpc_server.port
+        await run_front_end(app, service, http_socket, grpc_server, stop, on_ready=lambda: announce(service, port, grpc_port))
 
 
-async def _announce(service: InferenceService, http_socket: socket.socket, grpc_server: GrpcServer | None) -> None:
-    """Waits for the engine, says so, then keeps gRPC's health equal to its state."""
-    engine = service.engine
-    await engine.wait_ready()
-    port = http_socket.getsockname()[1]
-    where = f"HTTP on {_url(service.config.server.host, port)}" + (f", gRPC on port {grpc_server.port}" if grpc_server is not None else "")
+def announce(service: InferenceService, port: int, grpc_port: int | None) -> None:
+    """Says on stderr that requests are taken, and where."""
+    where = f"HTTP on {_url(service.config.server.host, port)}" + (f", gRPC on port {grpc_port}" if grpc_port is not None else "")
     print(f"ready: {service.model_name}, {where}", file=sys.stderr)
     print(curl_line(service, port, show_key=sys.stderr.isatty()), file=sys.stderr, flush=True)
-    while grpc_server is not None:
-        await grpc_server.set_serving(engine.state == "ready")
-        await asyncio.sleep(STATE_POLL_S)
 
 
 def curl_line(service: InferenceService, port: int, *, show_key: bool) -> str:
@@ -169,11 +125,3 @@ def _stop_on_signal() -> Iterator[asyncio.Event]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn that leaves the signals to ``serve``."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

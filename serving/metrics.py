@@ -5,11 +5,12 @@ Every family is declared once, in one of the tables below; docs/metrics.md expla
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
@@ -21,7 +22,8 @@ from prometheus_client.utils import floatToGoString
 
 from jaxserve.engine.observation.meter import HistogramSnapshot, Measurements
 from jaxserve.engine.observation.stats import EngineStats
-from jaxserve.serving.contract import EngineState
+from jaxserve.errors import EngineDeadError, EngineNotReadyError
+from jaxserve.serving.contract import EngineState, MeasuredEngine
 from jaxserve.serving.service import InferenceService
 
 _OPENMETRICS = "application/openmetrics-text"
@@ -140,11 +142,8 @@ DISTRIBUTIONS = (
 )  # fmt: skip
 
 
-class Responses:
-    """Counts how calls of both APIs were answered. Endpoints and statuses come from the server's own tables, so there are few."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str, str]] = Counter()
+class CountsResponses(Protocol):
+    """Is told how calls of both APIs are answered."""
 
     def count(self, api: str, endpoint: str, status: str) -> None:
         """Notes one answer.
@@ -154,6 +153,29 @@ class Responses:
             endpoint: A route or a method.
             status: An HTTP status or the name of a gRPC code.
         """
+        ...
+
+
+class RendersMetrics(Protocol):
+    """Gives the page of ``/metrics``."""
+
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """The page, and its media type.
+
+        Args:
+            accept: The ``Accept`` header: Prometheus asks for OpenMetrics, others get the plain text format.
+        """
+        ...
+
+
+class Responses:
+    """Counts how calls of both APIs were answered. Endpoints and statuses come from the server's own tables, so there are few."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    def count(self, api: str, endpoint: str, status: str) -> None:
+        """Notes one answer; see :class:`CountsResponses`."""
         self._counts[api, endpoint, status] += 1
 
     def items(self) -> list[tuple[tuple[str, str, str], int]]:
@@ -164,21 +186,21 @@ class MetricsPage:
     """All that one server exports, in a registry of its own.
 
     Args:
-        service: Its engine may still be starting: then its families are missing.
+        engine: May still be starting: then its families are missing.
+        service: Of the engine.
         responses: Of all APIs of the server.
     """
 
-    def __init__(self, service: InferenceService, responses: Responses) -> None:
+    def __init__(self, engine: MeasuredEngine, service: InferenceService, responses: Responses) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_ServiceCollector(service, responses))
+        self._registry.register(_ServiceCollector(engine, service, responses))
         ProcessCollector(registry=self._registry)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page, and its media type.
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """See :class:`RendersMetrics`. In a thread: a page of some thousand lines would hold up the streams."""
+        return await asyncio.to_thread(self._render, accept)
 
-        Args:
-            accept: The ``Accept`` header: Prometheus asks for OpenMetrics, others get the plain text format.
-        """
+    def _render(self, accept: str) -> tuple[bytes, str]:
         # No name here needs escaping. Whoever asks for it gets them as they are all the same: the library would also write vllm_x for vllm:x.
         if _OPENMETRICS in accept:
             return generate_openmetrics(self._registry, escaping=ALLOWUTF8), f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
@@ -186,13 +208,13 @@ class MetricsPage:
 
 
 class _ServiceCollector(Collector):
-    def __init__(self, service: InferenceService, responses: Responses) -> None:
+    def __init__(self, engine: MeasuredEngine, service: InferenceService, responses: Responses) -> None:
+        self._engine = engine
         self._service = service
         self._responses = responses
 
     def collect(self) -> Iterator[Metric]:
-        service = self._service
-        state = service.engine.state
+        state = self._engine.state
         states = GaugeMetricFamily("jaxserve_engine_state", "1 for the state that the engine is in.", labels=("state",))
         for name in get_args(EngineState):
             states.add_metric((name,), float(name == state))
@@ -201,8 +223,11 @@ class _ServiceCollector(Collector):
         for labels, count in self._responses.items():
             responses.add_metric(labels, count)
         yield responses
-        if (snapshot := service.snapshot()) is not None:
-            yield from _engine_families(service, *snapshot)
+        try:
+            stats, measured = self._engine.stats(), self._engine.measurements()
+        except (EngineNotReadyError, EngineDeadError):  # there is no engine
+            return
+        yield from _engine_families(self._service, stats, measured)
 
 
 def _engine_families(service: InferenceService, stats: EngineStats, measured: Measurements) -> Iterator[Metric]:

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from jaxserve import __version__
 from jaxserve.config import Config
-from jaxserve.engine.observation.meter import Measurements
-from jaxserve.engine.observation.stats import EngineStats
 from jaxserve.engine.requests.params import resolve_params
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineNotReadyError, InvalidRequestError, UnknownModelError, from_data
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
@@ -43,16 +41,17 @@ class InferenceService:
     Args:
         engine: May still be starting; every method that needs it ready says so by ``EngineNotReadyError``.
         config: The resolved configuration.
+        started_s: When the server was started, in seconds of the epoch; ``None`` for now.
 
     Attributes:
         tenants: Of the configuration.
     """
 
-    def __init__(self, engine: ServedEngine, config: Config) -> None:
+    def __init__(self, engine: ServedEngine, config: Config, started_s: int | None = None) -> None:
         self.engine = engine
         self.config = config
         self.version = __version__
-        self.started_s = int(time.time())
+        self.started_s = int(time.time()) if started_s is None else started_s
         self.tenants = config.read_tenants()
 
     @property
@@ -65,13 +64,6 @@ class InferenceService:
         model = self.config.model
         parts = (self.version, self.model_name, model.source, model.revision, model.dtype)
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-
-    def snapshot(self) -> tuple[EngineStats, Measurements] | None:
-        """The engine's counts and histograms; ``None`` as long as there is no engine. From any thread."""
-        try:
-            return self.engine.stats(), self.engine.measurements()
-        except (EngineNotReadyError, EngineDeadError):
-            return None
 
     def require_ready(self) -> None:
         """Raises:
@@ -229,7 +221,7 @@ class InferenceService:
         num_requests = len(requests)
         if num_requests == 1:
             return
-        limits, scheduler, num_slots = self.tenants.of(requests[0].options.tenant), self.config.scheduler, self.engine.stats().max_num_seqs
+        limits, scheduler, num_slots = self.tenants.of(requests[0].options.tenant), self.config.scheduler, self.engine.max_num_seqs
         num_tokens = sum(len(request.prompt_token_ids) + (request.params.max_tokens or 0) for request in requests)
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests) if num_requests > num_slots else 0
         for wanted, allowed, what, setting in (

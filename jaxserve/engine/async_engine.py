@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve.engine.clients.commands import Command, Delivery
 from jaxserve.engine.clients.streams import Streams
-from jaxserve.engine.clients.thread import Client, EngineThread
+from jaxserve.engine.clients.thread import EngineThread
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.observation.inspection import SchedulerView
 from jaxserve.engine.observation.meter import Measurements
@@ -47,7 +47,7 @@ class AsyncEngine:
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams = Streams(self._send, self._open)
-        self._client = self.thread.attach(Client(self._deliver, self._end_all))
+        self._client = self.thread.attach(self._deliver, self._end_all)
 
     # -- Life ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -163,6 +163,14 @@ class AsyncEngine:
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         return self._built().sampling_defaults
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._built().stats().max_num_seqs
+
+    async def fetch_stats(self) -> EngineStats:
+        """As :meth:`stats`."""
+        return self.stats()
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counts; they may be a step apart from each other.

@@ -49,7 +49,6 @@ def budget(question: Question, plan: LayoutPlan) -> list[Line]:
     token_bytes = split.kv_token_bytes()
     free = usable - weights
     pool = max(0.0, min(ACCELERATOR_MEMORY_FRACTION * free, free - activations))
-    K, L, H = spec.num_kv_heads // split.model_parts("kv_heads"), spec.num_layers, spec.head_dim
     count = weights // split.weight_bytes
     compiled_tokens = plan.room.tokens if plan.room is not None else None
     tokens = int(pool / token_bytes) * ranks
@@ -59,7 +58,7 @@ def budget(question: Question, plan: LayoutPlan) -> list[Line]:
         Line("activations", activations, plan.temp_bytes, "bytes", how_activations),
         Line(
             "KV of one token", token_bytes, plan.kv_bytes / (question.pool_bytes(split) / token_bytes), "bytes",
-            f"2 x {L} layers x {K} KV heads x {H} x {split.kv_bytes} bytes",
+            f"{spec.attention.token_formula(spec.num_layers, split.pool_parts)} x {split.kv_bytes} bytes",
         ),
         Line("KV pool", pool, None if compiled_tokens is None else compiled_tokens / ranks * token_bytes, "bytes", _how_pool(activations, free)),
         Line("KV tokens", tokens, compiled_tokens, "tokens", f"pool / KV of one token x {ranks} data ranks"),
@@ -82,7 +81,8 @@ def _how_pool(activations: float, free: float) -> str:
 def _activations(split: Split, tokens: int, rows: int) -> tuple[float, str]:
     """The most that lives at once: in an MLP the residual stream twice, gate and up in float32 and their product; or the logits of all rows."""
     spec = split.spec
-    mlp, vocab = spec.mlp_width // split.model_parts("mlp"), spec.vocab_size // split.model_parts("vocab")
+    mlp = max(kind.mlp.width for group in spec.groups for kind in group.unit) // split.model_parts("mlp")
+    vocab = spec.vocab_size // split.model_parts("vocab")
     in_mlp = tokens * (2 * spec.width * split.weight_bytes + 2 * mlp * 4 + mlp * split.weight_bytes)
     logits = 2 * rows * vocab * 4
     if in_mlp >= logits:

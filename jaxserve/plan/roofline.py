@@ -14,7 +14,7 @@ from jaxserve.config import ShardingConfig
 from jaxserve.kernels_pallas.chips import Chip, Links
 from jaxserve.mesh_axes import MODEL
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.models.params import param_specs
+from jaxserve.models.params import param_specs, product_flops
 from jaxserve.models.spec import ModelSpec
 from jaxserve.plan.request import Load, StepKind
 from jaxserve.plan.traffic import Collective
@@ -41,42 +41,31 @@ class Split:
     weight_bytes: int
     kv_bytes: int
 
-    def parts(self, logical: str | None) -> int:
+    def parts(self, logical: str) -> int:
         """Into how many parts a logical axis is split."""
         return ShardingRules(self.rules, self.mesh).num_parts(logical)
 
     def parameter_bytes(self) -> dict[str, int]:
         """Bytes of each parameter on one device, all layers together."""
-        return {path: count * self.weight_bytes for path, count in self._parameter_counts(over_data=True).items()}
+        return {path: param.num_bytes(self.weight_bytes, self.parts) for path, param in param_specs(self.spec).items()}
 
-    def matrix_flops_per_token(self) -> tuple[float, float]:
-        """FLOPs of products with weights: for each token, and for each row whose logits are wanted. A weight split over ``data`` is gathered, not saved."""
-        counts = self._parameter_counts(over_data=False)
-        head = counts.pop("embed") if self.spec.tied else counts.pop("head")
-        matrices = [count for path, count in counts.items() if path.removeprefix("layers.") in ("qkv", "o", "gate_up", "down")]
-        return 2.0 * sum(matrices), 2.0 * head
+    @property
+    def pool_parts(self) -> int:
+        """How many model ranks share a data rank's pool."""
+        return self.model_parts(self.spec.attention.pool_axis)
 
     def kv_token_bytes(self, num_layers: int | None = None) -> int:
-        """Bytes of one token's keys and values."""
+        """Bytes of one token's keys and values, without what a pool's layout adds to fill its tiles."""
         layers = self.spec.num_layers if num_layers is None else num_layers
-        return 2 * layers * (self.spec.num_kv_heads // self.model_parts("kv_heads")) * self.spec.head_dim * self.kv_bytes
+        return layers * self.spec.attention.token_values(self.pool_parts) * self.kv_bytes
 
     def attended(self, context: float) -> float:
         """Tokens that a query at ``context`` sees, summed over layers: fewer where a layer has a window."""
-        return sum(context if layer.window is None else min(context, layer.window) for layer in self.spec.layers)
+        return sum(layer.seen(context) for layer in self.spec.layers)
 
     def model_parts(self, logical: str) -> int:
+        """Into how many parts the work along a logical axis is split. A weight split over ``data`` is gathered, not saved."""
         return ShardingRules(self.rules, self.mesh).parts_over(logical, MODEL)
-
-    def _parameter_counts(self, *, over_data: bool) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for path, param in param_specs(self.spec).items():
-            count = self.spec.num_layers if param.per_layer else 1
-            for size, logical in zip(param.shape, param.axes, strict=True):
-                parts = (self.parts(logical) if over_data else self.model_parts(logical)) if logical else 1
-                count *= size // parts
-            counts[path] = count
-        return counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,8 +174,8 @@ def rank_work(
     attended = decodes * split.attended(context) + prompt * split.attended(prompt_context / 2)
     kv_token_layer = split.kv_token_bytes(num_layers=1)
     read_tokens = decodes * split.attended(context) + (split.attended(prompt_context) if prompt else 0)
-    per_token, per_row = split.matrix_flops_per_token()
-    heads = spec.num_heads // split.model_parts("kv_heads")
+    per_token, per_row = product_flops(spec, split.model_parts)
+    per_seen_token = spec.attention.flops_per_seen_token / split.model_parts(spec.attention.head_axis)
     parameters = split.parameter_bytes()
     if not spec.tied:
         parameters.pop("embed")
@@ -195,7 +184,7 @@ def rank_work(
         weight_copy_bytes=2 * weight_copy_bytes,
         kv_bytes=read_tokens * kv_token_layer + tokens * split.kv_token_bytes(),
         activation_bytes=_activation_bytes(split, tokens, rows),
-        flops=tokens * per_token + rows * per_row + 4.0 * heads * spec.head_dim * attended,
+        flops=tokens * per_token + rows * per_row + per_seen_token * attended,
         collectives=tuple(collectives),
         tokens=tokens * ranks,
         sequences=rows * ranks,
@@ -263,8 +252,6 @@ def with_batch(collectives: Sequence[Collective], factor: float) -> tuple[Collec
 
 
 def _activation_bytes(split: Split, tokens: int, rows: int) -> float:
-    spec, heads, mlp = split.spec, split.model_parts("kv_heads"), split.model_parts("mlp")
-    D, N, K, H, F = spec.width, spec.num_heads / heads, spec.num_kv_heads / heads, spec.head_dim, spec.mlp_width / mlp
-    values = (D + (N + 2 * K) * H) + (N * H + D) + (D + 2 * F) + (F + D)
-    logits = rows * spec.vocab_size / split.model_parts("vocab")
-    return spec.num_layers * tokens * values * split.weight_bytes + 2 * logits * 4
+    values = sum(param.row_values(split.model_parts) for param in param_specs(split.spec).values() if param.per_layer)
+    logits = rows * split.spec.vocab_size / split.model_parts("vocab")
+    return tokens * values * split.weight_bytes + 2 * logits * 4

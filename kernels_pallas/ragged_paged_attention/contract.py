@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxserve.kernels_pallas.ragged_paged_attention.pool_shape import PoolShape
 from jaxserve.kernels_pallas.target import Target
 
 NO_WINDOW = 2**30
@@ -45,27 +46,6 @@ class RaggedBatch(NamedTuple):
     entries_T: Int32[Array, "T"]
     positions_T: Int32[Array, "T"]
     counts_2: Int32[Array, "2"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PoolShape:
-    """The logical shape of a KV pool; each implementation lays it out as suits it.
-
-    Args:
-        num_layers: L. The pool is flat over layers: layer l's page p is page ``l * P + p`` of the whole.
-        num_pages: P, of one layer.
-        page_size: Z.
-        num_kv_heads: K.
-        head_dim: H.
-        dtype: Of keys and values.
-    """
-
-    num_layers: int
-    num_pages: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: Any
 
 
 class KVPool(NamedTuple):

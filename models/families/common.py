@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.models.attention_kind import GroupedQueryAttention
 from jaxserve.models.config_reader import ConfigReader
+from jaxserve.models.mlp_kind import GatedMlp
 from jaxserve.models.rope import MAX_POSITION, flat_rope
-from jaxserve.models.spec import LayerSpec, ModelSpec
+from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -40,15 +42,28 @@ def read_sizes(config: ConfigReader) -> Sizes:
     )
 
 
-def read_decoder(config: ConfigReader, family: str, *, activation_key: str = "hidden_act", tied: bool = False, **differences: Any) -> ModelSpec:
-    """A spec from the keys that all families share.
+def read_decoder(
+    config: ConfigReader,
+    family: str,
+    *,
+    activation_key: str = "hidden_act",
+    tied: bool = False,
+    layers: Sequence[LayerSpec] | None = None,
+    attention: Mapping[str, Any] | None = None,
+    mlp: Mapping[str, Any] | None = None,
+    **differences: Any,
+) -> ModelSpec:
+    """A spec from the keys that all families share, its layers all of one kind.
 
     Args:
         config: The whole config.
         family: Name of the family.
         activation_key: Where the family keeps its activation.
         tied: What the family means when it does not say.
-        differences: Fields of the spec that the family sets itself; ``layers`` without windows and ``ropes`` of one kind are the default.
+        layers: What differs from layer to layer; without it no layer has a window.
+        attention: Fields of the kind of attention that the family sets itself.
+        mlp: The same of the kind of MLP.
+        differences: The same of the spec; ``ropes`` of one kind are the default.
     """
     sizes = read_sizes(config)
     num_heads = config.integer("num_attention_heads", low=1, high=1024)
@@ -63,20 +78,20 @@ def read_decoder(config: ConfigReader, family: str, *, activation_key: str = "hi
     if "ropes" not in differences:
         rope, max_position = flat_rope(config, head_dim=sizes.head_dim, max_position=max_position)
         differences["ropes"] = (rope,)
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": sizes.head_dim, "scale": sizes.head_dim**-0.5}
+    gated: dict[str, Any] = {
+        "width": config.integer("intermediate_size", low=1, high=2**20), "activation": config.choice(activation_key, _ACTIVATIONS),
+    }  # fmt: skip
+    group = LayerGroup.uniform(
+        GroupedQueryAttention(**(heads | dict(attention or {}))), GatedMlp(**(gated | dict(mlp or {}))), tuple(layers or [LayerSpec()] * sizes.num_layers)
+    )
     fields: dict[str, Any] = {
         "family": family,
         "vocab_size": vocab_size,
         "width": config.integer("hidden_size", low=1, high=2**17),
-        "num_layers": sizes.num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "mlp_width": config.integer("intermediate_size", low=1, high=2**20),
+        "groups": (group,),
         "max_position": max_position,
         "norm_eps": config.number("rms_norm_eps", low=1e-12, high=1.0),
-        "activation": config.choice(activation_key, _ACTIVATIONS),
-        "layers": (LayerSpec(),) * sizes.num_layers,
-        "attention_scale": sizes.head_dim**-0.5,
         "tied": config.flag("tie_word_embeddings", default=tied),
         "bos_token_id": bos_token_ids[0] if bos_token_ids else None,
         "eos_token_ids": config.token_ids("eos_token_id", vocab_size=vocab_size),

@@ -14,4 +14,4 @@ def llama(config: ConfigReader) -> ModelSpec:
     config.ignore(["is_llama_config"])
     attention_bias = config.flag("attention_bias", default=False)
     mlp_bias = config.flag("mlp_bias", default=False)
-    return read_decoder(config, "llama", qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=mlp_bias)
+    return read_decoder(config, "llama", attention={"qkv_bias": attention_bias, "o_bias": attention_bias}, mlp={"bias": mlp_bias})

@@ -12,7 +12,7 @@ def qwen2(config: ConfigReader) -> ModelSpec:
     config.neutral("attention_bias", [True])
     config.neutral("mlp_bias", [False])
     config.neutral("use_mrope", [False])
-    return read_decoder(config, "qwen2", layers=_layers(config), qkv_bias=True)
+    return read_decoder(config, "qwen2", layers=_layers(config), attention={"qkv_bias": True})
 
 
 def qwen3(config: ConfigReader) -> ModelSpec:
@@ -21,7 +21,7 @@ def qwen3(config: ConfigReader) -> ModelSpec:
     config.neutral("mlp_bias", [False])
     if not config.has("head_dim"):
         raise config.error("head_dim", "is missing")
-    return read_decoder(config, "qwen3", layers=_layers(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return read_decoder(config, "qwen3", layers=_layers(config), attention={"qkv_bias": bias, "o_bias": bias, "qk_norm": True})
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:

@@ -17,7 +17,8 @@ from jaxserve.models.loading.parts import make_array, num_local_values
 from jaxserve.models.loading.pieces import Box, Place, place_of
 from jaxserve.models.loading.progress import Progress
 from jaxserve.models.loading.source import TensorSource
-from jaxserve.models.params import Params, ParamSpec, Piece, build_params, param_specs
+from jaxserve.models.param_spec import ParamSpec, Piece
+from jaxserve.models.params import Params, build_params, param_specs
 from jaxserve.models.sharding import param_sharding
 from jaxserve.models.spec import ModelSpec
 
@@ -51,8 +52,7 @@ def assemble(source: TensorSource, model: Model, *, layout: Layout | None = None
     check_keys(source, model.spec)
 
     def target(param: ParamSpec, layer: int | None) -> tuple[tuple[int, ...], NamedSharding | None]:
-        shape = (model.spec.num_layers, *param.shape) if param.per_layer and layer is None else param.shape
-        return shape, None if layout is None else param_sharding(param, layer, layout)
+        return param.array_shape(layer), None if layout is None else param_sharding(param, layer, layout)
 
     def count(_path: str, param: ParamSpec, layer: int | None) -> int:
         return num_local_values(*target(param, layer))
@@ -63,8 +63,8 @@ def assemble(source: TensorSource, model: Model, *, layout: Layout | None = None
         stacked = param.per_layer and layer is None
 
         def fill(buffer: np.ndarray, part: Box) -> None:
-            assert not stacked or part[0] == slice(0, model.spec.num_layers), "layers are never split"
-            for index, destination in enumerate(buffer) if stacked else ((layer, buffer),):
+            assert not stacked or part[0] == slice(0, len(param.indices)), "layers are never split"
+            for index, destination in zip(param.indices, buffer, strict=True) if stacked else ((layer, buffer),):
                 for piece in param.pieces:
                     report.add(_fill(destination, part[1:] if stacked else part, source, piece, place_of(piece, param.shape), piece.name.format(layer=index)))
 
@@ -109,12 +109,7 @@ def refuse_problems(what: object, problems: Sequence[str]) -> None:
 
 
 def _expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    return {
-        piece.name.format(layer=layer): piece.shape
-        for param in param_specs(spec).values()
-        for piece in param.pieces
-        for layer in (range(spec.num_layers) if param.per_layer else (0,))
-    }
+    return {piece.name.format(layer=layer): piece.shape for param in param_specs(spec).values() for piece in param.pieces for layer in param.indices}
 
 
 def _fill(destination: np.ndarray, part: Box, source: TensorSource, piece: Piece, place: Place, name: str) -> int:

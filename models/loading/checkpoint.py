@@ -76,7 +76,8 @@ class Checkpoint:
     def open_source(self) -> TensorSource:
         """The checkpoint's tensors. Imports jax for Orbax only."""
         if self.gguf is not None:
-            return GGUFSource(self.gguf, gguf_architecture(self.gguf), num_heads=self.spec.num_heads, num_kv_heads=self.spec.num_kv_heads)
+            heads = self.spec.attention
+            return GGUFSource(self.gguf, gguf_architecture(self.gguf), num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
         if self.format == "orbax":
             from jaxserve.models.loading.orbax_source import OrbaxSource
 
@@ -131,8 +132,9 @@ def _with_rope_factors(spec: ModelSpec, factors: Sequence[float] | None, path: P
     """Divides the inverse frequencies by factors that a config cannot express."""
     if factors is None:
         return spec
-    if len(factors) != spec.head_dim // 2 or not all(math.isfinite(factor) and factor > 0 for factor in factors):
-        raise CheckpointError(f"{path}: its rope factors are not {spec.head_dim // 2} positive numbers: {factors!r:.80}")
+    num_factors = len(spec.ropes[0].inv_freq)
+    if len(factors) != num_factors or not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise CheckpointError(f"{path}: its rope factors are not {num_factors} positive numbers: {factors!r:.80}")
     # Rounded as the frequencies of a config are: to float32.
     ropes = tuple(
         dataclasses.replace(rope, inv_freq=tuple((np.asarray(rope.inv_freq) / np.asarray(factors)).astype(np.float32).tolist())) for rope in spec.ropes

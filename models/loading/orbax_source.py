@@ -18,7 +18,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.loading.assemble import key_problems, refuse_problems
 from jaxserve.models.loading.orbax_layout import CHUNK_BYTES, WEIGHTS_FOLDER
 from jaxserve.models.loading.pieces import Run, place_of
-from jaxserve.models.params import ParamSpec, Piece, param_specs
+from jaxserve.models.param_spec import ParamSpec, Piece
+from jaxserve.models.params import param_specs
 from jaxserve.models.spec import ModelSpec
 
 CACHE_BYTES = 4 * CHUNK_BYTES
@@ -51,9 +52,9 @@ class OrbaxSource:
         for path, param in param_specs(spec).items():
             array = self._open(path, context)
             largest = max(largest, math.prod(array.chunk_layout.read_chunk.shape) * array.dtype.numpy_dtype.itemsize)
-            for layer in range(spec.num_layers) if param.per_layer else (None,):
+            for place, layer in enumerate(param.indices):
                 for piece in param.pieces:
-                    self._tensors[piece.name.format(layer=layer)] = (array, param, piece, () if layer is None else (layer,))
+                    self._tensors[piece.name.format(layer=layer)] = (array, param, piece, (place,) if param.per_layer else ())
         if largest > CHUNK_BYTES:
             size = f"{largest / 1e6:.0f} MB"
             logger.warning("%s: packed in chunks of up to %s, each of which is unpacked for every tensor in it; convert the model anew", folder, size)
@@ -103,5 +104,5 @@ def _check(path: Path, spec: ModelSpec) -> None:
     if metadata is None:
         raise CheckpointError(f"{path}: its metadata is missing; the checkpoint was not written to its end")
     found = {".".join(str(key.key) for key in keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(metadata.tree)}
-    expected = {name: (spec.num_layers, *param.shape) if param.per_layer else param.shape for name, param in param_specs(spec).items()}
+    expected = {name: param.array_shape(None) for name, param in param_specs(spec).items()}
     refuse_problems(path, key_problems(expected, found))

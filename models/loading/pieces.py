@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.models.params import Piece
+from jaxserve.models.param_spec import Piece
 
 Box = tuple[slice, ...]
 """A part of an array: for each axis a slice with start and stop, and step 1."""

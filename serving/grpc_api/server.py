@@ -15,8 +15,8 @@ from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.grpc_api.servicer import TENANT, InferenceServicer, metadata_value, parse_or_error
-from jaxserve.serving.metrics import Responses
-from jaxserve.serving.ports import listen
+from jaxserve.serving.metrics import CountsResponses
+from jaxserve.serving.ports import GRPC_PORT, listen
 from jaxserve.serving.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -35,6 +35,7 @@ class GrpcServer:
     Args:
         service: Its engine may still be starting. ``server.host``, ``grpc_port`` and ``max_body_bytes`` of its configuration are read here.
         responses: Where all APIs of the server count their answers.
+        shared_port: A port that is reserved for this server and others, which share its calls; ``None`` takes the configuration's for this one alone.
 
     Attributes:
         port: The port bound, also where the configuration asked for any free one.
@@ -43,10 +44,10 @@ class GrpcServer:
         ConfigError: The port is in use, or the address cannot be listened on.
     """
 
-    def __init__(self, service: InferenceService, responses: Responses) -> None:
+    def __init__(self, service: InferenceService, responses: CountsResponses, *, shared_port: int | None = None) -> None:
         config = service.config
         options = (
-            ("grpc.so_reuseport", 0),  # two servers on one port would share its calls in silence
+            ("grpc.so_reuseport", int(shared_port is not None)),  # two servers on one port would share its calls in silence
             ("grpc.max_receive_message_length", config.server.max_body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
@@ -56,11 +57,12 @@ class GrpcServer:
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(service, responses), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self.port: int = self._bind(config.server.host, config.server.grpc_port or 0)
+        if shared_port is None:
+            # gRPC says in its log alone why it could not bind: a socket of our own finds it out first.
+            listen(config.server.host, config.server.grpc_port or 0, GRPC_PORT).close()
+        self.port: int = self._bind(config.server.host, shared_port or config.server.grpc_port or 0)
 
     def _bind(self, host: str, port: int) -> int:
-        # gRPC says in its log alone why it could not bind: a socket of our own finds it out first.
-        listen(host, port, key="server.grpc_port", flag="--grpc-port").close()
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             bound = self._server.add_insecure_port(address)
@@ -88,7 +90,7 @@ class GrpcServer:
 class _KeyGuard(grpc.aio.ServerInterceptor):
     """Refuses calls without an API key, health aside, before their message is read; leaves the key's tenant in ``TENANT``."""
 
-    def __init__(self, service: InferenceService, responses: Responses) -> None:
+    def __init__(self, service: InferenceService, responses: CountsResponses) -> None:
         self._service = service
         self._responses = responses
 

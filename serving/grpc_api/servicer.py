@@ -21,7 +21,7 @@ from jaxserve.serving.error_table import report_error
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.messages import parse_messages
-from jaxserve.serving.metrics import Responses
+from jaxserve.serving.metrics import CountsResponses
 from jaxserve.serving.service import OPTION_FIELDS, SAMPLING_FIELDS, InferenceService, client_names
 
 MAX_REQUEST_ID_CHARS = 128
@@ -42,7 +42,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         responses: Told how each call was answered.
     """
 
-    def __init__(self, service: InferenceService, responses: Responses) -> None:
+    def __init__(self, service: InferenceService, responses: CountsResponses) -> None:
         self._service = service
         self._responses = responses
 
@@ -107,7 +107,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 version=service.version,
                 state=state,
                 uptime_s=time.time() - service.started_s,
-                stats=_numbers(service.engine.stats()) if state in ("ready", "draining") else {},
+                stats=_numbers(await service.engine.fetch_stats()) if state in ("ready", "draining") else {},
             )
 
     def _check(self, model: str) -> None:
@@ -133,7 +133,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
 
 @contextlib.asynccontextmanager
-async def _answering(context: Context, responses: Responses, method: str) -> AsyncIterator[None]:
+async def _answering(context: Context, responses: CountsResponses, method: str) -> AsyncIterator[None]:
     """Ends the call by the error table if the block raises, and counts it."""
     status = "CANCELLED"  # whatever ends the block in another way: the client went away
     try:

@@ -16,7 +16,7 @@ from jaxserve.serving.http_api.json_body import parse_object, read_body
 from jaxserve.serving.http_api.operations import operations
 from jaxserve.serving.http_api.responses import JsonResponse, error_response
 from jaxserve.serving.http_api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from jaxserve.serving.metrics import Responses
+from jaxserve.serving.metrics import CountsResponses, RendersMetrics
 from jaxserve.serving.service import InferenceService
 
 MAX_PATH_CHARS = 200
@@ -25,19 +25,20 @@ MAX_PATH_CHARS = 200
 B = TypeVar("B", bound=Body)
 
 
-def create_app(service: InferenceService, responses: Responses) -> fastapi.FastAPI:
+def create_app(service: InferenceService, responses: CountsResponses, page: RendersMetrics) -> fastapi.FastAPI:
     """Builds the application; it holds no state beyond its arguments.
 
     Args:
         service: Its engine may still be starting: all but the probes answer 503 until it is ready.
         responses: Where all APIs of the server count their answers.
+        page: What ``/metrics`` gives.
     """
     app = fastapi.FastAPI(title="jaxserve", version=service.version, redirect_slashes=False)
     app.add_middleware(FrontDoor, tenants_by_key=service.tenants.by_key, admin_keys=service.config.server.admin_keys, responses=responses)
     app.add_exception_handler(JaxserveError, _on_jaxserve_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.include_router(_probes(service))
-    app.include_router(operations(service, responses))
+    app.include_router(operations(service, page))
     app.include_router(_models(service))
     app.include_router(_generation(service))
     app.include_router(_tokens(service))

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.serving.auth import require_admin, require_key
 from jaxserve.serving.http_api.responses import CLIENT_GONE_STATUS, error_response
-from jaxserve.serving.metrics import Responses
+from jaxserve.serving.metrics import CountsResponses
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class FrontDoor:
         responses: Told how each request was answered.
     """
 
-    def __init__(self, app: ASGIApp, *, tenants_by_key: Mapping[str, str], admin_keys: Sequence[str], responses: Responses) -> None:
+    def __init__(self, app: ASGIApp, *, tenants_by_key: Mapping[str, str], admin_keys: Sequence[str], responses: CountsResponses) -> None:
         self._app = app
         self._tenants_by_key = tenants_by_key
         self._admin_keys = tuple(admin_keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 import fastapi
@@ -10,25 +9,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.serving.http_api.responses import JsonResponse
-from jaxserve.serving.metrics import MetricsPage, Responses
+from jaxserve.serving.metrics import RendersMetrics
 from jaxserve.serving.service import InferenceService
 
 
-def operations(service: InferenceService, responses: Responses) -> fastapi.APIRouter:
+def operations(service: InferenceService, page: RendersMetrics) -> fastapi.APIRouter:
     """The routes. ``/debug`` has none unless the configuration has an admin key; the front door checks it.
 
     Args:
         service: May still be starting.
-        responses: Of all APIs of the server.
+        page: What ``/metrics`` gives.
     """
     router = fastapi.APIRouter(tags=["operations"])
-    page = MetricsPage(service, responses)
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
         """All metrics, in Prometheus's text format or as OpenMetrics."""
-        # In a thread: a page of some thousand lines would hold up the streams.
-        content, media_type = await asyncio.to_thread(page.render, request.headers.get("accept", ""))
+        content, media_type = await page.render(request.headers.get("accept", ""))
         return Response(content, headers={"Content-Type": media_type})
 
     if service.config.server.admin_keys:

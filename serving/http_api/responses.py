@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +24,10 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 def json_bytes(value: object) -> bytes:
     """Compact JSON in UTF-8."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # lone surrogates, which a client may have sent and a message quotes
+        pass
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 

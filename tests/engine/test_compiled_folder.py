@@ -33,7 +33,7 @@ CONFIG = Config(
 )
 LAYOUT = make_layout(MeshShape(), ShardingConfig())
 FACTS = live_facts(list(LAYOUT.mesh.devices.flat))
-SPEC = tiny_spec(num_layers=1, layers=tiny_spec().layers[:1])
+SPEC = tiny_spec(layers=tiny_spec().layers[:1])
 
 
 def programs(config: Config = CONFIG) -> tuple[Model, PoolPlan, Buckets]:

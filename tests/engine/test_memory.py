@@ -73,7 +73,7 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(("num_gib", "key_bytes"), [(1.5, 1.5 * 2**30), (2, 2 * 2**30), (3, 2 * 2**30), (4, 2 * 2**30), (5, 5 * 2**30)])
 def test_a_pool_of_a_size_that_attention_refuses_is_cut(num_gib: float, key_bytes: float, caplog: pytest.LogCaptureFixture) -> None:
     """Pallas Triton's offsets overflow in one-byte arrays of more than 2 and at most 4 GiB."""
-    spec = tiny_spec(num_layers=2, layers=tiny_spec().layers[:2])  # a token's keys take 64 bytes
+    spec = tiny_spec(layers=tiny_spec().layers[:2])  # a token's keys take 64 bytes
     config = Config(
         cache=CacheConfig(page_size=128, dtype="fp8"), engine=EngineConfig(attention="pallas_gpu"),
         scheduler=SchedulerConfig(max_num_seqs=512, max_tokens_per_step=2048),

@@ -114,7 +114,7 @@ def test_a_decode_step_reduces_twice_a_layer_and_gathers_no_weights(mesh: MeshSh
     others = [each for each in (*traffic.collectives, *traffic.sometimes) if each.kind != "all-reduce"]
     assert all(each.axis == "model" and each.bytes <= each.count * 4 * mesh.model * (2 * 64 + 1) * 4 for each in others), others
     memory = compiled.memory_analysis()
-    pool_bytes = 2 * spec.num_layers * NUM_PAGES * 8 * (spec.num_kv_heads // mesh.model) * spec.head_dim * 4
+    pool_bytes = 2 * spec.num_layers * NUM_PAGES * 8 * (spec.attention.num_kv_heads // mesh.model) * spec.attention.head_dim * 4
     assert memory is not None
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < 0.1 * pool_bytes

@@ -65,7 +65,7 @@ def test_the_program_of_a_bucket_does_not_grow_with_layers() -> None:
     """Scanned layers: the compiled step of 4, 32 and 80 layers has the same instructions, so it takes the same time to compile."""
 
     def num_instructions(num_layers: int) -> int:
-        engine = tiny_engine(spec=tiny_spec(num_layers=num_layers, layers=(LayerSpec(),) * num_layers), layers="scan")
+        engine = tiny_engine(spec=tiny_spec(layers=(LayerSpec(),) * num_layers), layers="scan")
         runner = runner_of(engine)
         return runner._compile(runner.buckets.all()[-1]).as_text().count(" = ")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,9 +109,9 @@ def logits_whose_least_is(token_id: int, num_rows: int, vocab_size: int) -> np.n
 def test_a_stage_changes_the_logits_of_all_rows_that_need_it() -> None:
     logits = logits_whose_least_is(FORCED, 4, 500)
     params = arrays(4)._replace(temperature_B=jnp.asarray([0.0, 1.0, 0.0, 1.0]), min_p_B=jnp.asarray([0.1, 0.1, 0.0, 0.0]))
-    forced = np.asarray(sample(jnp.asarray(logits), params, stages=(FORCE_MIN_P_ROWS,)))
+    forced = np.asarray(jax.jit(functools.partial(sample, stages=(FORCE_MIN_P_ROWS,)))(logits, params))
     assert forced[:2].tolist() == [FORCED] * 2
-    assert forced[2:].tolist() == np.asarray(sample(jnp.asarray(logits), params))[2:].tolist()
+    assert forced[2:].tolist() == np.asarray(jax.jit(sample)(logits, params))[2:].tolist()
 
 
 @pytest.mark.parametrize("sampling", ["any", "plain"])
@@ -120,11 +122,10 @@ def test_a_stage_that_no_row_needs_does_not_run(sampling) -> None:
         jax.debug.callback(lambda: ran.append(1))
         return logits
 
+    choose = jax.jit(functools.partial(sample, sampling=sampling, stages=(LogitsStage("min_p", spy),)))
     for min_p in (0.0, 0.1):
         ran.clear()
-        jax.block_until_ready(jax.jit(lambda *arguments: sample(*arguments, sampling=sampling, stages=(LogitsStage("min_p", spy),)))(
-            jnp.zeros((2, 300)), arrays(2, min_p=min_p)
-        ))  # fmt: skip
+        jax.block_until_ready(choose(jnp.zeros((2, 300)), arrays(2, min_p=min_p)))
         jax.effects_barrier()
         assert bool(ran) == (sampling == "any" and min_p > 0)
 
@@ -144,4 +145,5 @@ def rows_of(kinds: list[str], num_rows: int) -> SamplingArrays:
 def test_every_program_gives_the_same_tokens_to_the_rows_that_it_serves(sampling) -> None:
     logits = jnp.asarray(np.random.default_rng(4).normal(size=(64, 700)).astype(np.float32) * 2)
     params = rows_of(SERVED[sampling], 64)
-    assert np.asarray(sample(logits, params, sampling=sampling)).tolist() == np.asarray(sample(logits, params)).tolist()
+    got = jax.jit(functools.partial(sample, sampling=sampling))(logits, params)
+    assert np.asarray(got).tolist() == np.asarray(jax.jit(sample)(logits, params)).tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,11 +113,10 @@ def test_a_stage_changes_the_logits_of_all_rows_that_need_it() -> None:
     stages = (FORCE_MIN_P_ROWS,)
     forced = np.asarray(split_sample(2, stages=stages)(logits, params))
     assert forced[:2].tolist() == [1600 - FORCED] * 2
-    assert forced.tolist() == np.asarray(sample(jnp.asarray(logits), params, stages=stages)).tolist()
+    assert forced.tolist() == np.asarray(jax.jit(functools.partial(sample, stages=stages))(logits, params)).tolist()
 
 
-@pytest.mark.parametrize("sampling", SERVED)
-@pytest.mark.parametrize("vocab_size", [1600, 80])
+@pytest.mark.parametrize(("sampling", "vocab_size"), [("greedy", 1600), ("plain", 1600), ("filtered", 1600), ("plain", 80)])
 def test_every_program_gives_the_same_tokens_to_the_rows_that_it_serves(sampling, vocab_size: int) -> None:
     """A part of 40 is smaller than the candidates that it may send."""
     logits = jnp.asarray(np.random.default_rng(4).normal(size=(64, vocab_size)).astype(np.float32) * 2)

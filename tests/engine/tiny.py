@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig, ShardingConfig
 from jaxserve.engine.device.runner import DeviceRunner
@@ -18,31 +18,33 @@ from jaxserve.engine.step.slot_state import SlotState
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.models.attention_kind import GroupedQueryAttention
+from jaxserve.models.mlp_kind import GatedMlp
+from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec, RopeSpec
 from jaxserve.request import SamplingParams
 from tests.engine_host.fakes import FakeTokenizer
 
 MAX_POSITION = 96
 
 
-def tiny_spec(**changes: object) -> ModelSpec:
-    """Three layers, one of them with a window; grouped heads; a vocabulary that fills no whole chunk of the sampler's."""
+def tiny_spec(*, layers: tuple[LayerSpec, ...] = (LayerSpec(), LayerSpec(window=10), LayerSpec()), **changes: Any) -> ModelSpec:
+    """Three layers, one of them with a window; grouped heads; a vocabulary that fills no whole chunk of the sampler's.
+
+    Changes are fields of the spec, of its attention, or with ``mlp_`` before their names of its MLP.
+    """
     head_dim = 16
+    attention = GroupedQueryAttention(num_heads=6, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5)
+    of_attention = {field.name: changes.pop(field.name) for field in dataclasses.fields(attention) if field.name in changes}
+    of_mlp = {name.removeprefix("mlp_"): changes.pop(name) for name in list(changes) if name.startswith("mlp_")}
+    mlp = dataclasses.replace(GatedMlp(width=80, activation="silu"), **of_mlp)
     spec = ModelSpec(
         family="llama",
         vocab_size=300,
         width=48,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        mlp_width=80,
+        groups=(LayerGroup.uniform(dataclasses.replace(attention, **of_attention), mlp, layers),),
         max_position=MAX_POSITION,
         norm_eps=1e-5,
-        activation="silu",
-        layers=(LayerSpec(), LayerSpec(window=10), LayerSpec()),
         ropes=(RopeSpec(inv_freq=tuple(10_000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))),),
-        attention_scale=head_dim**-0.5,
         tied=True,
     )
     return dataclasses.replace(spec, **changes)

@@ -13,7 +13,9 @@ from jaxserve.config import CacheConfig, Config, EngineConfig, ModelConfig, Sche
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduling.schedule import RunnerCosts, Schedule, SequenceResult
 from jaxserve.errors import JaxserveError, from_data
-from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.models.attention_kind import GroupedQueryAttention
+from jaxserve.models.mlp_kind import GatedMlp
+from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec, RopeSpec
 from jaxserve.request import RequestOutput
 
 EOS = 256
@@ -255,21 +257,15 @@ def scripted(*outputs: Sequence[int], prompt_len: int = 1) -> NextToken:
 
 
 def fake_spec(max_position: int = 128) -> ModelSpec:
+    attention = GroupedQueryAttention(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)
     return ModelSpec(
         family="fake",
         vocab_size=VOCAB_SIZE,
         width=2,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        mlp_width=2,
+        groups=(LayerGroup.uniform(attention, GatedMlp(width=2, activation="silu"), (LayerSpec(),)),),
         max_position=max_position,
         norm_eps=1e-5,
-        activation="silu",
-        layers=(LayerSpec(),),
         ropes=(RopeSpec(inv_freq=(1.0,)),),
-        attention_scale=1.0,
         eos_token_ids=(EOS,),
     )
 

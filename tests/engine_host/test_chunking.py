@@ -10,7 +10,9 @@ from jaxserve.config import SchedulerConfig, ShardingConfig
 from jaxserve.engine.scheduling.chunking import Chunking, ContextCost, context_cost, make_chunking
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.models.attention_kind import GroupedQueryAttention
+from jaxserve.models.mlp_kind import GatedMlp
+from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec, RopeSpec
 from jaxserve.plan.roofline import Split, rank_work
 from tests.engine_host.fakes import FakeRunner, results_of
 from tests.engine_host.test_scheduler import make_sequence, run_to_end
@@ -19,10 +21,10 @@ DOUBLE_AT_100 = ContextCost(((1000.0, 0.01),))
 
 
 def make_spec(*windows: int | None) -> ModelSpec:
+    attention = GroupedQueryAttention(num_heads=8, num_kv_heads=2, head_dim=16, scale=0.25)
+    group = LayerGroup.uniform(attention, GatedMlp(width=128, activation="silu"), tuple(LayerSpec(window=window) for window in windows))
     return ModelSpec(
-        family="llama", vocab_size=256, width=64, num_layers=len(windows), num_heads=8, num_kv_heads=2, head_dim=16, mlp_width=128, max_position=10_000,
-        norm_eps=1e-6, activation="silu", layers=tuple(LayerSpec(window=window) for window in windows), ropes=(RopeSpec(inv_freq=(1.0,) * 8),),
-        attention_scale=0.25,
+        family="llama", vocab_size=256, width=64, groups=(group,), max_position=10_000, norm_eps=1e-6, ropes=(RopeSpec(inv_freq=(1.0,) * 8),),
     )  # fmt: skip
 
 

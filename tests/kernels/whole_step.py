@@ -20,7 +20,7 @@ from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
 from jaxserve.models.loading.specs import open_spec
 from jaxserve.models.model import build_model
-from jaxserve.models.spec import ModelSpec
+from jaxserve.models.spec import LayerGroup, ModelSpec
 
 SHAPES = {"decode": (64, 64, 512, True), "mixed": (512, 64, 512, False)}
 
@@ -28,9 +28,11 @@ SHAPES = {"decode": (64, 64, 512, True), "mixed": (512, 64, 512, False)}
 def local_spec(name: str, ranks: int) -> ModelSpec:
     """The model with the shapes of one of ``ranks`` tensor-parallel ranks."""
     spec = open_spec(name)[1]
-    return dataclasses.replace(
-        spec, num_heads=spec.num_heads // ranks, num_kv_heads=spec.num_kv_heads // ranks, mlp_width=spec.mlp_width // ranks, vocab_size=spec.vocab_size // ranks
-    )  # fmt: skip
+    (group,) = spec.groups
+    (kind,) = group.unit
+    attention = dataclasses.replace(kind.attention, num_heads=kind.attention.num_heads // ranks, num_kv_heads=kind.attention.num_kv_heads // ranks)
+    mlp = dataclasses.replace(kind.mlp, width=kind.mlp.width // ranks)
+    return dataclasses.replace(spec, groups=(LayerGroup.uniform(attention, mlp, group.layers),), vocab_size=spec.vocab_size // ranks)
 
 
 MODELS = {"llama-3.1-8b": (1, 2048), "llama-3.1-70b": (8, 4096)}

@@ -104,7 +104,7 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.nda
         piece.name.format(layer=layer): rng.integers(-100, 100, piece.shape).astype(np.float32) / 64
         for param in param_specs(spec).values()
         for piece in param.pieces
-        for layer in (range(spec.num_layers) if param.per_layer else (0,))
+        for layer in param.indices
     }
 
 

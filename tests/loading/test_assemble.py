@@ -52,8 +52,9 @@ def test_forms_and_dtypes_agree() -> None:
     config = tiny_config("gemma3")
     source = MemorySource(random_tensors(config))
     scan, unroll = assemble(source, model_of(config)), assemble(source, model_of(config, layers="unroll"))
+    (stack,) = scan["layers"]
     for layer in range(2):
-        jax.tree.map(lambda a, b, layer=layer: np.testing.assert_array_equal(np.asarray(a[layer]), np.asarray(b)), scan["layers"], unroll["layers"][layer])
+        jax.tree.map(lambda a, b, layer=layer: np.testing.assert_array_equal(np.asarray(a[layer]), np.asarray(b)), stack, unroll["layers"][layer])
     half = assemble(source, model_of(config, dtype="bfloat16"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(half)} == {"bfloat16"}
     abstract = model_of(config).abstract_params()
@@ -133,12 +134,7 @@ def test_opening_imports_no_jax(tmp_path: Path) -> None:
 def sparse_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     """A bfloat16 checkpoint of zeros that takes no space on the disk."""
     spec = spec_from_config(config)
-    shapes = {
-        piece.name.format(layer=layer): piece.shape
-        for param in param_specs(spec).values()
-        for piece in param.pieces
-        for layer in (range(spec.num_layers) if param.per_layer else (0,))
-    }
+    shapes = {piece.name.format(layer=layer): piece.shape for param in param_specs(spec).values() for piece in param.pieces for layer in param.indices}
     entries, offset = {}, 0
     for name, shape in shapes.items():
         end = offset + 2 * int(np.prod(shape))

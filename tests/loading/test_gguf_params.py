@@ -55,12 +55,13 @@ def test_values_reach_their_places(tmp_path: Path) -> None:
     tensors = random_tensors(config)
     params = load(opened(write_folder(tmp_path, config, tensors)))
     group, head_dim, width = 2, config["head_dim"], config["hidden_size"]
-    qkv = np.asarray(params["layers"]["qkv"])
+    (layers,) = params["layers"]
+    qkv = np.asarray(layers["qkv"]["values"])
     q = tensors["model.layers.1.self_attn.q_proj.weight"].reshape(2, group, head_dim, width)
     np.testing.assert_array_equal(qkv[1, :, :group], q)
     np.testing.assert_array_equal(qkv[1, :, group], tensors["model.layers.1.self_attn.k_proj.weight"].reshape(2, head_dim, width))
     np.testing.assert_array_equal(qkv[1, :, group + 1], tensors["model.layers.1.self_attn.v_proj.weight"].reshape(2, head_dim, width))
-    np.testing.assert_array_equal(np.asarray(params["layers"]["gate_up"])[0, 1], tensors["model.layers.0.mlp.up_proj.weight"])
+    np.testing.assert_array_equal(np.asarray(layers["gate_up"]["values"])[0, 1], tensors["model.layers.0.mlp.up_proj.weight"])
 
 
 def _dequantizable() -> list[gguf.GGMLQuantizationType]:
@@ -108,7 +109,7 @@ def test_quantized_rows_are_permuted_back(tmp_path: Path) -> None:
     config = tiny_config("llama")
     tensors = random_tensors(config)
     params = load(opened(write_gguf(tmp_path / "model.gguf", config, tensors, quantization=gguf.GGMLQuantizationType.Q8_0)))
-    q = np.asarray(params["layers"]["qkv"])[0, :, :2].reshape(128, 64)
+    q = np.asarray(params["layers"][0]["qkv"]["values"])[0, :, :2].reshape(128, 64)
     np.testing.assert_allclose(q, tensors["model.layers.0.self_attn.q_proj.weight"], atol=0.02)
 
 

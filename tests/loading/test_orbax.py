@@ -15,10 +15,13 @@ import pytest
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models.loading import orbax_source
+from jaxserve.models.loading.assemble import assemble
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.convert import convert
+from jaxserve.models.loading.orbax_format import write_orbax
 from jaxserve.models.model import build_model
 from jaxserve.models.params import Params
+from jaxserve.models.spec import LayerGroup
 from jaxserve.tokenizer import load_tokenizer
 from tests.loading.builders import random_tensors, tiny_config, write_folder, write_gguf
 
@@ -80,6 +83,21 @@ def test_folder_to_orbax_in_every_form(tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     converted.load_params(build_model(converted.spec, dtype="bfloat16", layers="scan"), progress=lambda *call: calls.append(call))
     assert calls[-1][1] == calls[-1][2] > 0
+
+
+def test_each_stack_of_layers_is_kept_under_its_own_number(tmp_path: Path) -> None:
+    spec = opened(write_folder(tmp_path / "folder", tiny_config("llama"), {})).spec
+    (group,) = spec.groups
+    unit = (*group.unit, dataclasses.replace(group.unit[0], mlp=dataclasses.replace(group.unit[0].mlp, width=40)))
+    spec = dataclasses.replace(spec, groups=(group, LayerGroup(unit=unit, layers=group.layers * 2)))
+    model = build_model(spec, dtype="float32", layers="scan")
+    params = model.random_params(1, randomize_all=True)
+    write_orbax(params, model, tmp_path)
+    source = orbax_source.OrbaxSource(tmp_path, spec)
+    assert source.read("model.layers.5.mlp.down_proj.weight", slice(0, 64)).tolist() == np.asarray(params["layers"][2]["down"]["values"])[1].tolist()
+    assert_same(assemble(source, model), params)
+    unrolled = build_model(spec, dtype="float32", layers="unroll")
+    assert_same(assemble(source, unrolled), unrolled.random_params(1, randomize_all=True))
 
 
 def test_keys_are_accounted_for(tmp_path: Path) -> None:

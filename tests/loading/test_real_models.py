@@ -27,23 +27,25 @@ def raw(checkpoint: Checkpoint, name: str) -> np.ndarray:
 def test_smollm2() -> None:
     checkpoint = real("smollm2-135m")
     spec = checkpoint.spec
-    assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == ("llama", 30, 9, 3, 64, 49152)
+    heads = spec.attention
+    assert (spec.family, spec.num_layers, heads.num_heads, heads.num_kv_heads, heads.head_dim, spec.vocab_size) == ("llama", 30, 9, 3, 64, 49152)
     assert spec.tied
     assert (spec.norm_eps, spec.max_position, spec.eos_token_ids) == (1e-5, 8192, (2, 0))
     params = checkpoint.load_params(build_model(spec, dtype="float32", layers="scan"))
-    np.testing.assert_array_equal(np.asarray(params["embed"]), raw(checkpoint, "token_embd.weight"))
-    np.testing.assert_array_equal(np.asarray(params["layers"]["down"])[7], raw(checkpoint, "blk.7.ffn_down.weight"))
+    np.testing.assert_array_equal(np.asarray(params["embed"]["values"]), raw(checkpoint, "token_embd.weight"))
+    np.testing.assert_array_equal(np.asarray(params["layers"][0]["down"]["values"])[7], raw(checkpoint, "blk.7.ffn_down.weight"))
     interleaved = raw(checkpoint, "blk.3.attn_k.weight").reshape(3, 32, 2, 576)
-    np.testing.assert_array_equal(np.asarray(params["layers"]["qkv"])[3, :, 3], interleaved.swapaxes(1, 2).reshape(3, 64, 576))
+    np.testing.assert_array_equal(np.asarray(params["layers"][0]["qkv"]["values"])[3, :, 3], interleaved.swapaxes(1, 2).reshape(3, 64, 576))
     assert all(bool(np.isfinite(np.asarray(leaf)).all()) for leaf in jax.tree.leaves(params))
 
 
 def test_gemma3() -> None:
     checkpoint = real("gemma3-270m")
     spec = checkpoint.spec
-    assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == ("gemma3", 18, 4, 1, 256, 262144)
+    heads = spec.attention
+    assert (spec.family, spec.num_layers, heads.num_heads, heads.num_kv_heads, heads.head_dim, spec.vocab_size) == ("gemma3", 18, 4, 1, 256, 262144)
     assert [layer.window for layer in spec.layers] == [None if (index + 1) % 6 == 0 else 512 for index in range(18)]
-    assert (spec.norm_eps, spec.norm_offset, spec.attention_scale, spec.eos_token_ids) == (1e-6, 1.0, 1 / 16, (1, 106))
+    assert (spec.norm_eps, spec.norm_offset, heads.scale, spec.eos_token_ids) == (1e-6, 1.0, 1 / 16, (1, 106))
     source = checkpoint.open_source()
     np.testing.assert_array_equal(source.read("model.norm.weight", slice(0, 640)), raw(checkpoint, "output_norm.weight") - 1)
     rows = slice(1000, 1100)

@@ -49,9 +49,10 @@ def model_on(spec: ModelSpec, layout: Layout, layers: LayersForm = "scan", dtype
 def expected_params(model: Model, tensors: Mapping[str, np.ndarray]) -> Params:
     """The whole parameters by numpy alone."""
     spec = model.spec
-    K, G, H, D, r = spec.num_kv_heads, spec.group_size, spec.head_dim, spec.width, spec.kv_repeat
+    heads_of, D = spec.attention, spec.width
+    K, G, H, r = heads_of.num_kv_heads, heads_of.group_size, heads_of.head_dim, heads_of.kv_repeat
 
-    def layer(index: int) -> dict[str, np.ndarray]:
+    def layer(index: int) -> dict[str, Any]:
         def get(name: str) -> np.ndarray:
             return tensors[f"model.layers.{index}.{name}"]
 
@@ -60,21 +61,25 @@ def expected_params(model: Model, tensors: Mapping[str, np.ndarray]) -> Params:
             k, v = (np.repeat(x.reshape(K // r, 1, H, *inner), r, axis=0) for x in (k, v))
             return np.concatenate([q.reshape(K, G, H, *inner), k, v], axis=1)
 
-        params = {
+        return stored({
             "input_norm": get("input_layernorm.weight"),
             "qkv": heads("weight", D),
             "o": get("self_attn.o_proj.weight").reshape(D, K, G, H),
             "mlp_norm": get("post_attention_layernorm.weight"),
             "gate_up": np.stack([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]),
             "down": get("mlp.down_proj.weight"),
-        }
-        return params | ({"qkv_bias": heads("bias")} if spec.qkv_bias else {})
+        } | ({"qkv_bias": heads("bias")} if spec.attention.qkv_bias else {}))  # fmt: skip
 
     layers: Any = [layer(index) for index in range(spec.num_layers)]
     if model.layers == "scan":
-        layers = jax.tree.map(lambda *each: np.stack(each), *layers)
-    params = {"embed": tensors["model.embed_tokens.weight"], "layers": layers, "final_norm": tensors["model.norm.weight"]}
-    return params if spec.tied else params | {"head": tensors["lm_head.weight"]}
+        layers = [jax.tree.map(lambda *each: np.stack(each), *layers)]
+    stem = {"embed": tensors["model.embed_tokens.weight"], "final_norm": tensors["model.norm.weight"]}
+    return stored(stem if spec.tied else stem | {"head": tensors["lm_head.weight"]}) | {"layers": layers}
+
+
+def stored(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Arrays by name as parameters are stored: a weight is a dict of its own."""
+    return {name: {"values": array} if name in ("embed", "head", "qkv", "o", "gate_up", "down") else array for name, array in arrays.items()}
 
 
 def assert_params(params: Params, model: Model, expected: Params, layout: Layout) -> None:
@@ -104,11 +109,11 @@ def test_each_device_has_its_part_and_each_value_is_read_once(monkeypatch: pytes
     params = assemble(source, model, layout=layout, progress=lambda *call: calls.append(call))
     assert_params(params, model, expected_params(model, tensors), layout)
     for name, times in source.times_read.items():
-        ranks_that_share = model.spec.kv_repeat if name.split(".")[-2] in ("k_proj", "v_proj") else 1
+        ranks_that_share = model.spec.attention.kv_repeat if name.split(".")[-2] in ("k_proj", "v_proj") else 1
         assert (times == ranks_that_share).all(), name
     assert calls[-1][1] == calls[-1][2] == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params()))
     # A block, or one entry: the rows of a KV head, or the columns of one.
-    assert source.largest_read <= max(5000, SPECS[family].group_size * 32 * SPECS[family].width)
+    assert source.largest_read <= max(5000, SPECS[family].attention.group_size * 32 * SPECS[family].width)
 
 
 def safetensors(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
@@ -220,8 +225,9 @@ def checkpoint_tensors(spec: ModelSpec, params: Params) -> dict[str, np.ndarray]
     """The checkpoint that stacked parameters would come from."""
     tensors: dict[str, np.ndarray] = {}
     for path, param in param_specs(spec).items():
-        values = np.asarray(params["layers"][path.removeprefix("layers.")] if param.per_layer else params[path])
-        for layer in range(spec.num_layers) if param.per_layer else (0,):
+        array = params["layers"][0][path.removeprefix("layers.")] if param.per_layer else params[path]
+        values = np.asarray(array["values"] if param.is_weight else array)
+        for layer in param.indices:
             for piece in param.pieces:
                 tensors[piece.name.format(layer=layer)] = (values[layer] if param.per_layer else values)[piece.into].reshape(piece.shape)
     return tensors

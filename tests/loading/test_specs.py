@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def test_a_shipped_model_has_as_many_parameters_as_its_name_says(name: str) -> N
     found, spec = open_spec(name)
     assert found == name
     assert spec.eos_token_ids and spec.bos_token_id is not None
-    count = sum(math.prod(param.shape) * (spec.num_layers if param.per_layer else 1) for param in param_specs(spec).values())
+    count = sum(param.num_values() for param in param_specs(spec).values())
     assert count == NUM_PARAMETERS[name]
     size = name.rpartition("-")[2]
     said = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]

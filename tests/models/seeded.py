@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models.model import Model
-from jaxserve.models.params import Params, ParamSpec, build_params, param_specs
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import Params, build_params, param_specs
 from jaxserve.models.spec import ModelSpec
 
 SEED = 20261129
@@ -33,7 +34,7 @@ def checkpoint(spec: ModelSpec) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for param in param_specs(spec).values():
         for piece in param.pieces:
-            for layer in range(spec.num_layers) if param.per_layer else [0]:
+            for layer in param.indices:
                 name = piece.name.format(layer=layer)
                 tensors[name] = tensor(name, piece.shape, norm_neutral=neutral)
     return tensors
@@ -65,7 +66,7 @@ def params_from(model: Model, tensors: dict[str, np.ndarray]) -> Params:
 
     def make(path: str, param: ParamSpec, layer: int | None) -> jnp.ndarray:
         if param.per_layer and layer is None:
-            return jnp.asarray(np.stack([one(param, index) for index in range(model.spec.num_layers)]), model.dtype)
+            return jnp.asarray(np.stack([one(param, index) for index in param.indices]), model.dtype)
         return jnp.asarray(one(param, layer or 0), model.dtype)
 
     return build_params(model.spec, model.layers, make)

@@ -148,7 +148,7 @@ def test_gemma_layers_follow_the_pattern() -> None:
     spec = spec_from_config(CONFIGS[GEMMA])
     assert [layer.window for layer in spec.layers] == [8, 8, None, 8, 8, None, 8]
     assert [layer.rope for layer in spec.layers] == [1, 1, 0, 1, 1, 0, 1]
-    assert spec.embedding_scale == 8.0 and spec.attention_scale == 0.1 and spec.eos_token_ids == (2,)
+    assert spec.embedding_scale == 8.0 and spec.attention.scale == 0.1 and spec.eos_token_ids == (2,)
 
 
 def test_yarn_extends_the_context() -> None:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.models.mlp_kind import GatedMlp
 from jaxserve.models.model import Model, build_model
 from jaxserve.models.params import param_specs
-from jaxserve.models.spec import LayerSpec
+from jaxserve.models.spec import LayerGroup, LayerSpec
 from tests.models.cases import CASES, SEQUENCE_LENGTH
 from tests.models.dense_attention import dense_attend, empty_cache
 from tests.models.runs import full_forward, step
@@ -59,7 +60,8 @@ def test_rows_do_not_depend_on_the_number_of_rows(name: str, dtype: str) -> None
     @jax.jit
     def run(params, token_ids, positions):
         def attend(q_TNH, k_TKH, v_TKH, pool, layer, window):  # Not attention, but it keeps rows apart.
-            return (q_TNH * jnp.repeat(k_TKH, spec.group_size, axis=1) + jnp.repeat(v_TKH, spec.group_size, axis=1)).astype(q_TNH.dtype), pool
+            G = spec.attention.group_size
+            return (q_TNH * jnp.repeat(k_TKH, G, axis=1) + jnp.repeat(v_TKH, G, axis=1)).astype(q_TNH.dtype), pool
 
         x_TD, _ = model.forward(params, token_ids, positions, (), attend)
         return model.logits(params, x_TD)
@@ -77,7 +79,10 @@ def _lowered(model: Model, rows: int = 8) -> jax.stages.Lowered:
 
 def test_program_does_not_grow_with_layers_under_scan() -> None:
     spec = SPECS["llama2_mha"]
-    deep = {num_layers: dataclasses.replace(spec, num_layers=num_layers, layers=(LayerSpec(),) * num_layers) for num_layers in (4, 32, 80)}
+    (group,) = spec.groups
+    deep = {
+        num_layers: dataclasses.replace(spec, groups=(dataclasses.replace(group, layers=(LayerSpec(),) * num_layers),)) for num_layers in (4, 32, 80)
+    }  # fmt: skip
     programs = {n: _lowered(build_model(spec, dtype="float32", layers="scan")).compile().as_text() for n, spec in deep.items()}
     num_lines = [text.count("\n") for text in programs.values()]
     assert max(num_lines) <= 1.1 * min(num_lines), num_lines
@@ -88,7 +93,10 @@ def test_no_weight_is_converted_or_transposed(layers: str) -> None:
     """XLA:CPU may read the layer's slice of a stack into place, but no weight may change its type or its order: that costs more than the product."""
     if layers == "scan" and jax.__version_info__ < (0, 12):
         pytest.skip("before JAX 0.12 XLA:CPU converts scanned bfloat16 stacks to float32; the runner unrolls there")
-    spec = dataclasses.replace(SPECS["qwen2_window"], mlp_width=256, vocab_size=384)
+    F = 256
+    (group,) = SPECS["qwen2_window"].groups
+    wide = LayerGroup.uniform(group.unit[0].attention, GatedMlp(width=F, activation="silu"), group.layers)
+    spec = dataclasses.replace(SPECS["qwen2_window"], groups=(wide,), vocab_size=384)
     model = build_model(spec, dtype="bfloat16", layers=layers)
 
     def run(params, token_ids, positions):
@@ -98,11 +106,11 @@ def test_no_weight_is_converted_or_transposed(layers: str) -> None:
     vector = jax.ShapeDtypeStruct((8,), jnp.int32)
     compiled = jax.jit(run).lower(model.abstract_params(), vector, vector).compile()
     memory = compiled.memory_analysis()
-    layer_bytes = 2 * sum(int(np.prod(param.shape)) for param in param_specs(spec).values() if param.per_layer)
-    rows_bytes = 8 * 4 * (spec.vocab_size + 2 * spec.mlp_width + 8 * spec.width)
+    layer_bytes = 2 * sum(param.num_values() // spec.num_layers for param in param_specs(spec).values() if param.per_layer)
+    rows_bytes = 8 * 4 * (spec.vocab_size + 2 * F + 8 * spec.width)
     assert memory is not None
     assert memory.temp_size_in_bytes <= (layer_bytes if layers == "scan" else 0) + rows_bytes
-    weights = {f"[{spec.width},{2 * spec.mlp_width}]", f"[{2 * spec.mlp_width},{spec.width}]"}
+    weights = {f"[{spec.width},{2 * F}]", f"[{2 * F},{spec.width}]"}
     for line in compiled.as_text().splitlines():
         produced, _, operation = line.partition(" = ")[2].partition(" ")
         if operation.startswith(("transpose(", "convert(", "copy(")):
@@ -112,7 +120,7 @@ def test_no_weight_is_converted_or_transposed(layers: str) -> None:
 def test_params_handed_to_jit_are_plain_and_few() -> None:
     spec = SPECS["gemma3"]
     params = build_model(spec, dtype="bfloat16", layers="scan").abstract_params()
-    assert type(params) is dict and type(params["layers"]) is dict
+    assert type(params) is dict and [type(layers) for layers in params["layers"]] == [dict]
     leaves = jax.tree.leaves(params)
     assert all(type(leaf) is jax.ShapeDtypeStruct for leaf in leaves)
     assert len(leaves) == len(param_specs(spec)) <= 13
@@ -122,9 +130,10 @@ def test_random_params_follow_the_seed() -> None:
     model = build_model(SPECS["llama_linear_biases"], dtype="float32", layers="scan")
     one, same, other = model.random_params(1), model.random_params(1), model.random_params(2)
     assert all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(same)))
-    assert not np.array_equal(one["layers"]["qkv"], other["layers"]["qkv"])
-    assert np.all(np.asarray(one["final_norm"]) == 1.0) and np.all(np.asarray(one["layers"]["qkv_bias"]) == 0.0)
-    assert np.asarray(model.random_params(1, randomize_all=True)["layers"]["qkv_bias"]).std() > 0.05
+    (layers,) = one["layers"]
+    assert not np.array_equal(layers["qkv"]["values"], other["layers"][0]["qkv"]["values"])
+    assert np.all(np.asarray(one["final_norm"]) == 1.0) and np.all(np.asarray(layers["qkv_bias"]) == 0.0)
+    assert np.asarray(model.random_params(1, randomize_all=True)["layers"][0]["qkv_bias"]).std() > 0.05
 
 
 def test_model_is_a_static_argument() -> None:
@@ -137,7 +146,8 @@ def test_model_is_a_static_argument() -> None:
 def test_dense_attention_of_these_tests_sees_no_later_token() -> None:
     spec = SPECS["mistral_window"]
     positions = jnp.arange(6, dtype=jnp.int32)
-    q_TNH = jnp.ones((6, spec.num_heads, spec.head_dim))
-    v_TKH = jnp.broadcast_to(jnp.arange(6.0)[:, None, None], (6, spec.num_kv_heads, spec.head_dim))
+    heads = spec.attention
+    q_TNH = jnp.ones((6, heads.num_heads, heads.head_dim))
+    v_TKH = jnp.broadcast_to(jnp.arange(6.0)[:, None, None], (6, heads.num_kv_heads, heads.head_dim))
     o_TNH, _ = dense_attend(spec, positions)(q_TNH, jnp.zeros_like(v_TKH), v_TKH, empty_cache(spec, 6, jnp.dtype(jnp.float32)), 0, 3)
     np.testing.assert_allclose(o_TNH[:, 0, 0], [0.0, 0.5, 1.0, 2.0, 3.0, 4.0], rtol=1e-6)

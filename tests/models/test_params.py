@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.models.params import ParamSpec, build_params, param_specs
+from jaxserve.models.param_spec import ParamSpec
+from jaxserve.models.params import build_params, param_specs
 from tests.models.cases import CASES, Case
 
 
@@ -45,9 +46,10 @@ def test_build_params_gives_each_form_its_layer_indices() -> None:
         return path
 
     stacked = build_params(spec, "scan", make)
-    assert stacked["layers"]["qkv"] == "layers.qkv" and {layer for _, layer in calls} == {None}
+    (layers,) = stacked["layers"]
+    assert layers["qkv"] == {"values": "layers.qkv"} and {layer for _, layer in calls} == {None}
     calls.clear()
     unrolled = build_params(spec, "unroll", make)
     assert len(unrolled["layers"]) == spec.num_layers
     assert {layer for path, layer in calls if path.startswith("layers.")} == set(range(spec.num_layers))
-    assert unrolled["embed"] == "embed" and "head" in unrolled
+    assert unrolled["embed"] == {"values": "embed"} and "head" in unrolled

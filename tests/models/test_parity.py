@@ -43,9 +43,9 @@ def test_logits_match_transformers(case: Case) -> None:
 
 def test_cases_cover_what_is_claimed() -> None:
     specs = [case.spec for case in CASES]
-    assert {spec.head_dim for spec in specs} >= {64, 128, 256}
+    assert {spec.attention.head_dim for spec in specs} >= {64, 128, 256}
     assert {spec.tied for spec in specs} == {True, False}
-    heads = {(spec.num_kv_heads == 1, spec.num_kv_heads == spec.num_heads) for spec in specs}
+    heads = {(kind.num_kv_heads == 1, kind.num_kv_heads == kind.num_heads) for kind in (spec.attention for spec in specs)}
     assert heads == {(True, False), (False, True), (False, False)}
     windows = [layer.window for spec in specs for layer in spec.layers if layer.window is not None]
     assert windows and max(windows) < SEQUENCE_LENGTH // 2

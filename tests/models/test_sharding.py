@@ -43,13 +43,13 @@ def test_what_fits_is_left_as_it_is(name: str, meshes: list[tuple[int, int]]) ->
 
 def test_kv_heads_are_repeated_where_that_is_allowed_and_comes_out_even() -> None:
     fitted = fit("llama-3.1-8b", 1, 32, replicate=True)
-    assert (fitted.num_kv_heads, fitted.kv_repeat, fitted.group_size) == (32, 4, 1)
-    assert fit("llama-3.1-8b", 1, 8, replicate=True).kv_repeat == 1
+    assert (fitted.attention.num_kv_heads, fitted.attention.kv_repeat, fitted.attention.group_size) == (32, 4, 1)
+    assert fit("llama-3.1-8b", 1, 8, replicate=True).attention.kv_repeat == 1
 
 
 def test_heads_that_are_not_split_need_no_repeating() -> None:
     rules = ShardingConfig(kv_heads=None)
-    assert fit("llama-3.1-8b", 1, 16, rules=rules).kv_repeat == 1
+    assert fit("llama-3.1-8b", 1, 16, rules=rules).attention.kv_repeat == 1
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,10 @@ def test_windows_bound_what_is_read():
     spec = open_spec("llama-3.1-8b")[1]
     windowed = split(MeshShape(), "llama-3.1-8b")
     assert windowed.attended(4096) == 32 * 4096
-    layers = tuple(dataclasses.replace(layer, window=1024) for layer in spec.layers)
-    assert dataclasses.replace(windowed, spec=dataclasses.replace(spec, layers=layers)).attended(4096) == 32 * 1024
+    (group,) = spec.groups
+    layers = tuple(dataclasses.replace(layer, window=1024) for layer in group.layers)
+    spec = dataclasses.replace(spec, groups=(dataclasses.replace(group, layers=layers),))
+    assert dataclasses.replace(windowed, spec=spec).attended(4096) == 32 * 1024
 
 
 def test_rings():

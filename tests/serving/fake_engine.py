@@ -154,6 +154,11 @@ class FakeAsyncEngine:
     def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
         pass
 
+    max_num_seqs = 4
+
+    async def fetch_stats(self) -> FakeStats:
+        return self.stats()
+
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running))
 

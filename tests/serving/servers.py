@@ -10,13 +10,14 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import fastapi
 import httpx
 import uvicorn
 
 from jaxserve.config import Config, ServerConfig
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
-from jaxserve.serving.metrics import Responses
+from jaxserve.serving.metrics import MetricsPage, Responses
 from jaxserve.serving.service import InferenceService
 from tests.serving.fake_engine import FakeAsyncEngine
 from tests.waiting import LIMIT_S
@@ -28,8 +29,13 @@ def server_config(**fields: Any) -> Config:
     return Config(server=ServerConfig(**{"port": 0, "grpc_port": 0, **fields}))
 
 
+def app_of(engine: Any, config: Config) -> fastapi.FastAPI:
+    service, responses = InferenceService(engine, config), Responses()
+    return create_app(service, responses, MetricsPage(engine, service, responses))
+
+
 def app_client(engine: Any, config: Config | None = None) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_app(InferenceService(engine, config or server_config()), Responses()))
+    transport = httpx.ASGITransport(app_of(engine, config or server_config()))
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
@@ -56,7 +62,7 @@ def events_of(text: str) -> list[Any]:
 async def http_server(engine: Any, config: Config | None = None) -> AsyncIterator[int]:
     """uvicorn on a real socket; gives the port."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        app = create_app(InferenceService(engine, config or server_config()), Responses())
+        app = app_of(engine, config or server_config())
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -152,7 +152,7 @@ def test_requests_that_outlast_the_drain_are_ended() -> None:
 
 def test_what_has_ended_can_be_read_as_long_as_the_drain_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is done at once; its client has not begun to read 16 MiB, more than any buffer between the two takes."""
-    monkeypatch.setattr("jaxserve.serving.launch.LEAST_CLOSING_S", 0.0)
+    monkeypatch.setattr("jaxserve.serving.front_end.LEAST_CLOSING_S", 0.0)
 
     class Done(FakeAsyncEngine):
         async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:

@@ -25,7 +25,7 @@ from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
-from jaxserve.serving.metrics import Responses
+from jaxserve.serving.metrics import MetricsPage, Responses
 from jaxserve.serving.service import InferenceService
 from tests.engine_host.fakes import LONG, LONG_POSITION, FakeRunner, FakeTokenizer, fake_engine, fake_spec, long_runner
 from tests.serving.servers import Raw, app_client, http_client, http_server, server_config
@@ -75,7 +75,7 @@ def on_engine(scenario: Callable[[AsyncEngine, httpx.AsyncClient, pb_grpc.Infere
         service = InferenceService(engine, config)
         server = GrpcServer(service, responses)
         await server.start()
-        transport = httpx.ASGITransport(create_app(service, responses))
+        transport = httpx.ASGITransport(create_app(service, responses, MetricsPage(engine, service, responses)))
         try:
             async with (
                 httpx.AsyncClient(transport=transport, base_url="http://test") as client,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from jaxserve.engine.observation.inspection import SchedulerView
@@ -89,6 +91,32 @@ class Inspected(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Answer = Aborted | Inspected
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs to know of an engine to check requests before they are sent.
+
+    Args:
+        model_name: What the model is called.
+        model_revision: The commit of its files, where one is known.
+        sampling_defaults: The model's own values for sampling fields that a request leaves out.
+        max_model_len: Most tokens of prompt and output together.
+        vocab_size: V.
+        num_pages: Pages of one data rank's pool.
+        page_size: Slots of one page.
+        max_num_seqs: Sequence slots of all data ranks.
+        reader_buffer: See ``EngineConfig``.
+    """
+
+    model_name: str
+    model_revision: str | None
+    sampling_defaults: dict[str, Any]
+    max_model_len: int
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    reader_buffer: int
 
 
 class Delivery(msgspec.Struct):

@@ -50,6 +50,42 @@ class _Stream:
         return joined(outputs)
 
 
+class Questions:
+    """What has been asked of another thread or process and not been answered yet. All methods belong to the event loop."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+
+    async def ask(self, send: Callable[[int], None]) -> Any:
+        """Sends a question under the number that it is given, and waits for what :meth:`answer` gets.
+
+        Raises:
+            EngineError: There is no answer.
+        """
+        question = next(self._numbers)
+        future = self._open[question] = asyncio.get_running_loop().create_future()
+        send(question)
+        try:
+            return await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(f"the engine has been in one step for {ANSWER_TIMEOUT_S:g} s and cannot be looked at") from None
+        finally:
+            del self._open[question]
+
+    def answer(self, question: int, value: Any) -> None:
+        """Answers a question, if anybody still waits for it."""
+        future = self._open.get(question)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """Answers all questions with an error."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)
+
+
 class Streams:
     """The streams of a client of the engine's thread. All methods belong to the event loop.
 
@@ -60,6 +96,7 @@ class Streams:
 
     Attributes:
         reader_buffer: Outputs that wait for a slow reader before its request is paused; ``None`` for any number.
+        questions: To the engine's thread, or to who speaks for it.
     """
 
     def __init__(self, send: Callable[[Command], None], admit: Callable[[], object], make_text: Callable[[Request], TextMaker] | None = None) -> None:
@@ -70,7 +107,7 @@ class Streams:
         self._numbers = itertools.count(1)
         self._by_id: dict[str, _Stream] = {}  # those that have a consumer
         self._by_number: dict[int, _Stream] = {}  # those that have not ended
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self.questions = Questions()
         self._on_end: Callable[[Request, RequestOutput], None] = lambda _request, _output: None
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
@@ -117,7 +154,7 @@ class Streams:
         """
         stream = self._by_id.get(request_id)
         if stream is None:
-            return await self._ask(lambda question: Abort(question, request_id, tenant))
+            return await self.questions.ask(lambda question: self._send(Abort(question, request_id, tenant)))
         if tenant not in (None, stream.request.options.tenant):
             return False
         self._send(Leave(stream.number))
@@ -129,10 +166,12 @@ class Streams:
         Raises:
             EngineError: The engine does not answer.
         """
-        return await self._ask(Inspect)
+        return await self.questions.ask(lambda question: self._send(Inspect(question)))
 
     async def drain(self, timeout_s: float) -> None:
         """Returns when all streams have ended; those that have not after ``timeout_s`` are aborted, each with a last output."""
+        if not self._by_id:
+            return
         try:
             await asyncio.wait_for(self._nobody_reads.wait(), timeout_s)
         except TimeoutError:
@@ -152,22 +191,28 @@ class Streams:
         for number, output in delivery.outputs:
             self.take(number, output)
         for answer in delivery.answers:
-            future = self._questions.get(answer.question)
-            if future is not None and not future.done():
-                match answer:
-                    case Aborted(_, was_in_flight):
-                        future.set_result(was_in_flight)
-                    case Inspected(_, view):
-                        future.set_result(view)
+            match answer:
+                case Aborted(question, was_in_flight):
+                    self.questions.answer(question, was_in_flight)
+                case Inspected(question, view):
+                    self.questions.answer(question, view)
 
     def take_tokens(self, number: int, token_ids: tuple[int, ...]) -> None:
-        """Takes an output that has nothing but tokens and is not the last; see :meth:`receive`."""
+        """Takes new tokens of a stream that goes on; where its text is made here, the engine hears of the stop string that ends it."""
         stream = self._by_number.get(number)
-        if stream is not None:
-            count = stream.num_generated_tokens + len(token_ids)
-            usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=count)
-            plain = RequestOutput(request_id=stream.request.request_id, token_ids=token_ids, text="", finish_reason=None, stop_reason=None, usage=usage)
-            self.take(number, plain)
+        if stream is None or stream.stop is not None:  # what comes after the end of the text is no part of the answer
+            return
+        text, matched = "", None
+        if stream.text is not None:
+            text, matched, num_taken = stream.text.push(token_ids)
+            token_ids = token_ids[:num_taken]
+        request, num_tokens = stream.request, stream.num_generated_tokens + len(token_ids)
+        if matched is not None:
+            stream.stop = num_tokens, matched
+            self._send(Stop(number, num_tokens))
+        usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
+        request_id = request.request_id
+        self._put(stream, RequestOutput(request_id=request_id, token_ids=token_ids, text=text, finish_reason=None, stop_reason=None, usage=usage))
 
     def take(self, number: int, output: RequestOutput) -> None:
         """Takes one output of a stream; see :meth:`receive`."""
@@ -175,72 +220,69 @@ class Streams:
         if stream is None:
             return
         if stream.text is not None:
-            output = self._with_text(stream, stream.text, output)
-        is_last = output.finish_reason is not None
-        stream.num_generated_tokens = output.usage.completion_tokens
-        if is_last:
-            del self._by_number[number]
-            self._on_end(stream.request, output)
-        if self._by_id.get(output.request_id) is not stream:  # its consumer has gone
+            if output.finish_reason is None:
+                self.take_tokens(number, output.token_ids)
+                return
+            output = self._with_last_text(stream, stream.text, output, output.finish_reason)
+        if output.finish_reason is None:
+            self._put(stream, output)
             return
-        if is_last or output.token_ids or output.text:
+        del self._by_number[number]
+        self._on_end(stream.request, output)
+        if self._has_consumer(stream):
             stream.outputs.put_nowait(output)
-        if is_last:
             self._forget(output.request_id)
-        elif self.reader_buffer is not None and stream.outputs.qsize() >= self.reader_buffer and not stream.is_paused:
-            stream.is_paused = True
-            self._send(SetPaused(number, True))
 
     def end_all(self, reason: FinishReason, error: ErrorData | None) -> None:
         """Ends every stream without the engine, and every question."""
         for stream in list(self._by_id.values()):
             self.take(stream.number, ended_output(stream.request, stream.num_generated_tokens, reason, error))
         self._by_number.clear()
-        for future in self._questions.values():
-            if not future.done():
-                future.set_exception(EngineDeadError("the engine has stopped; there is nothing to look at") if error is None else from_data(error))
-
-    def _with_text(self, stream: _Stream, text: TextMaker, output: RequestOutput) -> RequestOutput:
-        """An output of tokens, with the text that they make. The engine hears of a stop string, and its answer is the last output."""
-        token_ids, reason = output.token_ids, output.finish_reason
-        last_token_id = token_ids[-1] if token_ids and reason in ("stop", "length") else None
-        piece = ""
-        if stream.stop is not None:
-            token_ids = ()  # those after the end of the text
-        else:
-            piece, matched, num_taken = text.push(token_ids if last_token_id is None else token_ids[:-1])
-            if matched is not None:
-                token_ids = token_ids[:num_taken]
-                stream.stop = stream.num_generated_tokens + num_taken, matched
-                if reason is None:
-                    self._send(Stop(stream.number, stream.stop[0]))
-            elif reason is not None and reason != "error":
-                end = text.end(reason, output.stop_reason, last_token_id)
-                return dataclasses.replace(output, text=piece + end.text, finish_reason=end.finish_reason, stop_reason=end.stop_reason)
-        if stream.stop is None:
-            return dataclasses.replace(output, text=piece)
-        num_tokens, stop_string = stream.stop
-        usage = dataclasses.replace(output.usage, completion_tokens=num_tokens)
-        if reason is None:
-            return dataclasses.replace(output, token_ids=token_ids, text=piece, usage=usage)
-        if (num_unwanted := output.usage.completion_tokens - num_tokens) > 0:
-            self._send(GiveBack(stream.request.options.tenant, num_unwanted))
-        return dataclasses.replace(output, token_ids=token_ids, text=piece, finish_reason="stop", stop_reason=stop_string, usage=usage, error=None)
+        self.questions.fail(EngineDeadError("the engine has stopped; there is nothing to look at") if error is None else from_data(error))
 
     # -- Inside -------------------------------------------------------------------------------------------------------------------------------
+
+    def _put(self, stream: _Stream, output: RequestOutput) -> None:
+        """Hands on an output of a stream that goes on."""
+        stream.num_generated_tokens = output.usage.completion_tokens
+        if not self._has_consumer(stream):
+            return
+        stream.outputs.put_nowait(output)
+        if self.reader_buffer is not None and stream.outputs.qsize() >= self.reader_buffer and not stream.is_paused:
+            stream.is_paused = True
+            self._send(SetPaused(stream.number, True))
+
+    def _with_last_text(self, stream: _Stream, text: TextMaker, output: RequestOutput, reason: FinishReason) -> RequestOutput:
+        """The last output of a stream whose text is made here: the engine's own end, or its answer to a stop, or an end that came before it heard of one."""
+        token_ids = output.token_ids
+        piece = ""
+        if stream.stop is None:
+            last_token_id = token_ids[-1] if token_ids and reason in ("stop", "length") else None
+            piece, matched, num_taken = text.push(token_ids if last_token_id is None else token_ids[:-1])
+            if matched is not None:
+                stream.stop = stream.num_generated_tokens + num_taken, matched
+            elif reason != "error":
+                end = text.end(reason, output.stop_reason, last_token_id)
+                return dataclasses.replace(output, text=piece + end.text, finish_reason=end.finish_reason, stop_reason=end.stop_reason)
+            else:
+                return dataclasses.replace(output, text=piece)
+        num_tokens, stop_string = stream.stop
+        if (num_unwanted := output.usage.completion_tokens - num_tokens) > 0:
+            self._send(GiveBack(stream.request.options.tenant, num_unwanted))
+        return dataclasses.replace(
+            output,
+            token_ids=token_ids[: max(0, num_tokens - stream.num_generated_tokens)],
+            text=piece,
+            finish_reason="stop",
+            stop_reason=stop_string,
+            usage=dataclasses.replace(output.usage, completion_tokens=num_tokens),
+            error=None,
+        )
+
+    def _has_consumer(self, stream: _Stream) -> bool:
+        return self._by_id.get(stream.request.request_id) is stream
 
     def _forget(self, request_id: str) -> None:
         del self._by_id[request_id]
         if not self._by_id:
             self._nobody_reads.set()
-
-    async def _ask(self, command: Callable[[int], Command]) -> Any:
-        question = next(self._numbers)
-        future = self._questions[question] = asyncio.get_running_loop().create_future()
-        self._send(command(question))
-        try:
-            return await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineError(f"the engine has been in one step for {ANSWER_TIMEOUT_S:g} s and cannot be looked at") from None
-        finally:
-            del self._questions[question]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import queue
@@ -11,7 +10,21 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from jaxserve.engine.clients.commands import Abort, Aborted, Add, Command, Delivery, GiveBack, Inspect, Inspected, Leave, LeaveAll, SetPaused, Stop
+from jaxserve.engine.clients.commands import (
+    Abort,
+    Aborted,
+    Add,
+    Command,
+    Delivery,
+    EngineFacts,
+    GiveBack,
+    Inspect,
+    Inspected,
+    Leave,
+    LeaveAll,
+    SetPaused,
+    Stop,
+)
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
 from jaxserve.errors import EngineDeadError, ErrorData, JaxserveError, to_data
@@ -23,17 +36,9 @@ _WATCH_PERIOD_S = 1.0
 """A stuck step is noticed at most that much later than the limit says."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Client:
-    """How a client is reached, from any thread; both calls must return at once.
-
-    Args:
-        deliver: Takes what a turn of the engine's thread has for it.
-        end_all: Told once that the engine has ended, and nothing more comes: the reason with which streams end, and the error if that is one.
-    """
-
-    deliver: Callable[[Delivery], None]
-    end_all: Callable[[FinishReason, ErrorData | None], None]
+Deliver = Callable[[Delivery], None]
+EndAll = Callable[[FinishReason, ErrorData | None], None]
+OnEnd = Callable[[Request, RequestOutput], None]
 
 
 class EngineThread:
@@ -60,7 +65,8 @@ class EngineThread:
         self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()  # None only wakes
         self._closing = False
         self._busy_since_s: float | None = None  # since when the thread has been in a step; None between steps
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[int, tuple[Deliver, EndAll]] = {}
+        self._heirs: dict[int, OnEnd] = {}
         self._num_clients = 0
         self._end: tuple[FinishReason, ErrorData | None] | None = None
         self._end_lock = threading.Lock()
@@ -94,25 +100,56 @@ class EngineThread:
         """Ends every stream with an error and answers nothing any more. From any thread; for when the engine's own may be stuck for ever."""
         self._end_clients("error", to_data(EngineDeadError(f"the engine has stopped: {reason}")))
 
-    def attach(self, client: Client) -> int:
-        """Takes a new client, from any thread. Returns its number, for :meth:`send`."""
+    def attach(self, deliver: Deliver, end_all: EndAll) -> int:
+        """Takes a new client, from any thread.
+
+        Args:
+            deliver: Takes what a turn of the engine's thread has for it. Called in that thread; must return at once.
+            end_all: Told once that the engine has ended, and nothing more comes: the reason with which streams end, and the error if that is one. Called in
+                any thread; must return at once.
+
+        Returns:
+            Its number, for :meth:`send`.
+        """
         with self._end_lock:
             self._num_clients += 1
             number = self._num_clients
-            self._clients[number] = client
+            self._clients[number] = deliver, end_all
             end = self._end
         if end is not None:
-            client.end_all(*end)
+            end_all(*end)
         return number
 
-    def detach(self, number: int) -> None:
-        """Aborts what is in flight of a client, and forgets it. From any thread."""
+    def detach(self, number: int, on_end: OnEnd) -> None:
+        """Aborts what is in flight of a client, and forgets it. From any thread.
+
+        Args:
+            number: Of the client.
+            on_end: Told in the engine's thread of each request that ends so, in the client's place.
+        """
         self._clients.pop(number, None)
+        self._heirs[number] = on_end
         self._commands.put((number, LeaveAll()))
 
     def send(self, number: int, command: Command) -> None:
         """Hands over a command of a client. From any thread."""
         self._commands.put((number, command))
+
+    def facts(self) -> EngineFacts:
+        """What clients need to know of the engine, which must be built."""
+        engine = self.engine
+        assert engine is not None
+        return EngineFacts(
+            model_name=engine.model_name,
+            model_revision=engine.model_revision,
+            sampling_defaults=dict(engine.sampling_defaults),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.spec.vocab_size,
+            num_pages=engine.runner.num_pages,
+            page_size=engine.runner.page_size,
+            max_num_seqs=engine.stats().max_num_seqs,
+            reader_buffer=engine.reader_buffer,
+        )
 
     # -- In the thread ------------------------------------------------------------------------------------------------------------------------
 
@@ -145,8 +182,8 @@ class EngineThread:
                 return
             self._end = (reason, error)
             clients = list(self._clients.values())
-        for client in clients:
-            client.end_all(reason, error)
+        for _, end_all in clients:
+            end_all(reason, error)
 
     def _serve(self, engine: Engine, collections: FullCollections) -> None:
         while not (self._closing or self.is_dead):
@@ -164,7 +201,7 @@ class EngineThread:
                 deliveries, self._deliveries = self._deliveries, {}
                 for number, delivery in deliveries.items():
                     if (client := self._clients.get(number)) is not None:
-                        client.deliver(delivery)
+                        client[0](delivery)
 
     def _wait(self, engine: Engine, collections: FullCollections) -> list[tuple[int, Command] | None]:
         """Sleeps while the engine has nothing to do, or need not do it yet. Returns the command that ended it, if one did."""
@@ -204,8 +241,12 @@ class EngineThread:
                 if (request_id := self._request_ids.get((number, stream))) is not None:
                     self._route_one(engine.abort(request_id))
             case LeaveAll():
-                for request_id in [request_id for request_id, (client, _, _) in self._routes.items() if client == number]:
-                    self._route_one(engine.abort(request_id))
+                on_end = self._heirs.pop(number, None)
+                for request in [request for client, _, request in self._routes.values() if client == number]:
+                    output = engine.abort(request.request_id)
+                    self._route_one(output)
+                    if on_end is not None and output is not None:
+                        on_end(request, output)
             case Abort(question, request_id, tenant):
                 route = self._routes.get(request_id)
                 was_in_flight = route is not None and tenant in (None, route[2].options.tenant)

@@ -40,8 +40,8 @@ class PageMover:
         self._programs = _Programs(plan)
         # Of each array of the pool: [ranks, host pages, devices of a rank, layers, rows of a page, …].
         self._host = [
-            np.empty((self._num_ranks, num_host_pages, self._num_parts, shape.num_layers, *_page_rows(array, plan)), array.dtype)
-            for array in jax.tree.leaves(plan.abstract())
+            np.empty((self._num_ranks, num_host_pages, self._num_parts, shape.num_layers, *page), array.dtype)
+            for array, page in zip(jax.tree.leaves(plan.abstract()), plan.page_shapes, strict=True)
         ]
 
     def apply(self, pool: KVPool, moves: Sequence[PageMoves]) -> KVPool:
@@ -94,7 +94,7 @@ class _Programs:
 
     def __init__(self, plan: PoolPlan) -> None:
         layout, shape = plan.layout, plan.shape
-        page_shapes = [_page_rows(array, plan) for array in jax.tree.leaves(plan.abstract())]
+        page_shapes = plan.page_shapes
 
         def rows(pages_N: Int32[Array, "N"], rows_a_page: int) -> Int32[Array, "R"]:
             """Rows of the pages in each layer; out of range for a page that is."""
@@ -151,10 +151,3 @@ class _Programs:
 
     def copy(self, pool: KVPool, sources_RN: np.ndarray, destinations_RN: np.ndarray) -> KVPool:
         return self._copy()(pool, self._from_host(sources_RN, EACH_RANK), self._from_host(destinations_RN, EACH_RANK))
-
-
-def _page_rows(array: jax.ShapeDtypeStruct, plan: PoolPlan) -> tuple[int, ...]:
-    """The shape of one layer's page in an array of the pool: its rows, then the array's other axes."""
-    num_pages = plan.layout.mesh.size * plan.shape.num_layers * plan.shape.num_pages
-    assert array.shape[0] % num_pages == 0, "a page is a run of whole rows"
-    return (array.shape[0] // num_pages, *array.shape[1:])

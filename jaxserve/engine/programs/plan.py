@@ -115,8 +115,8 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
     rules = ShardingRules(config.sharding, mesh)
     fitted = fit_kv_heads(spec, rules, replicate=config.mesh.replicate_kv_heads)
     check_layout(fitted, rules)
-    if fitted.kv_repeat > 1:
-        logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.num_kv_heads, *[fitted.kv_repeat] * 2)
+    if (repeat := fitted.attention.kv_repeat) > 1:
+        logger.info("each of the %d KV heads is held by %d model ranks: keys and values take %d times the memory", spec.attention.num_kv_heads, repeat, repeat)
     return fitted
 
 

@@ -1,4 +1,4 @@
-"""How large the KV pool is and what fits into it. The pool's layout belongs to the attention implementation."""
+"""How large the KV pool is and what fits into it. What it keeps of a token is for the model's kind of attention to say, its layout for the implementation."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class PoolPlan:
         """The devices' arrays, one after the other along the first axis, as ``jax.ShapeDtypeStruct``."""
         return abstract_pool(self.attention, self.shape, self.layout)
 
+    @property
+    def page_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each array of the pool, the shape of one layer's page: a run of rows, then the array's other axes."""
+        return tuple((self.shape.page_rows(array.shape[0]), *array.shape[1:]) for array in jax.tree.leaves(self.attention.init_pool(self.shape)))
+
     def allocate(self) -> KVPool:
         """A pool of zeros."""
         abstract = self.abstract()
@@ -71,10 +76,8 @@ def abstract_pool(attention: Implementation, shape: PoolShape, layout: Layout) -
 
 def device_pool_shape(spec: ModelSpec, layout: Layout, *, num_pages: int, page_size: int, dtype: Any) -> PoolShape:
     """The shape of a device's part of a pool with ``num_pages`` pages a data rank."""
-    num_parts = layout.shape.model if layout.model_axis("kv_heads") else 1
-    return PoolShape(
-        num_layers=spec.num_layers, num_pages=num_pages, page_size=page_size, num_kv_heads=spec.num_kv_heads // num_parts, head_dim=spec.head_dim, dtype=dtype
-    )
+    num_parts = layout.shape.model if layout.model_axis(spec.attention.pool_axis) else 1
+    return spec.attention.pool_shape(num_layers=spec.num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype, num_parts=num_parts)
 
 
 def plan_pool(

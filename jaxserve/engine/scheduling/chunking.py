@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.models.params import product_flops
 from jaxserve.models.spec import ModelSpec
 
 _LEAST_SHARE = 2 / 3
@@ -31,9 +32,9 @@ class ContextCost:
 
 
 def context_cost(spec: ModelSpec) -> ContextCost:
-    """The cost in FLOPs: a token's products with weights are the same everywhere, and attention adds ``4 N H`` in each layer for each token it sees."""
-    products = 2.0 * spec.num_layers * spec.layer_matrix_size
-    attention = 4.0 * spec.num_heads * spec.head_dim
+    """The cost in FLOPs: a token's products with weights are the same everywhere, and attention adds some in each layer for each token it sees."""
+    products, _ = product_flops(spec)
+    attention = spec.attention.flops_per_seen_token
     kinds = Counter(math.inf if layer.window is None else layer.window for layer in spec.layers)
     return ContextCost(tuple((window, count * attention / products) for window, count in sorted(kinds.items())))
 

@@ -65,9 +65,10 @@ def attention_problem(model: Model, bucket: Bucket, shape: PoolShape, layout: La
         shape: A device's part of the pool.
         layout: The mesh.
     """
+    num_heads = model.spec.attention.group_size * shape.num_kv_heads
     with layout.tracing():
         return make_problem(
-            num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=bucket.table_width, num_heads=model.spec.group_size * shape.num_kv_heads,
+            num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=bucket.table_width, num_heads=num_heads,
             shape=shape, q_dtype=model.dtype, decode_only=bucket.decode_only,
         )  # fmt: skip
 
@@ -88,10 +89,10 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
         layout: The mesh and the sharding rules.
         states: The wide state of each slot.
     """
-    spec = model.spec
+    kind = model.spec.attention
     problem = attention_problem(model, bucket, shape, layout)
     vocab_axis = layout.model_axis("vocab")
-    per_head = PartitionSpec(DATA, layout.model_axis("kv_heads"))
+    per_head = PartitionSpec(DATA, layout.model_axis(kind.head_axis))
 
     def read_batch(packed_1X: Array, carry: Carry) -> tuple[StepInput, Any, Array, States]:
         batch = unpack(packed_1X[0], bucket, page_size=shape.page_size, num_pages=shape.num_pages)
@@ -105,7 +106,7 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
     def attend_one(q_TNH: Array, k_TKH: Array, v_TKH: Array, pool: KVPool, ragged: RaggedBatch, work: Any, layer: Any, window: Any) -> tuple[Array, KVPool]:
         return ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, pool, ragged, jax.tree.map(lambda array: array[0], work), shape=shape, layer=layer, window=window,
-            scale=spec.attention_scale, soft_cap=spec.attention_soft_cap, decode_only=bucket.decode_only, implementation=attention,
+            scale=kind.scale, soft_cap=kind.soft_cap, decode_only=bucket.decode_only, implementation=attention,
         )  # fmt: skip
 
     def choose_tokens(logits_BV: Array, batch: StepInput, carry: Carry) -> tuple[Carry, Array]:

@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Measures what a streamed token costs the engine's process and the front ends: the real server and scheduler, on a device that only takes its time.
+
+python scripts/bench_front_ends.py [--streams 256] [--step-ms 10] [--processes 1 2 4] [--seconds 20]
+
+For each number of front ends, starts the server as a process of its own, opens so many streams over HTTP from another, and prints the processor time of each
+part for each token, and what the device was kept waiting. Wants a quiet machine; with too few cores fewer tokens come than the device could make, which the
+figures per token say nothing of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import time
+import urllib.request
+from typing import Any
+
+import psutil
+import tokenizers
+from rich.console import Console
+from rich.table import Table
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxserve.bench.load.processes import free_port
+from jaxserve.cli.scrape import Reading, parse_page
+from jaxserve.config import CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.scheduling.schedule import Schedule
+from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.serving.launch import serve
+from jaxserve.tokenizer import Tokenizer
+
+VOCAB_SIZE = 4096
+MAX_LEN = 65_536
+PAGE_SIZE = 256
+START_S = 120.0
+
+
+class SleepingRunner:
+    """Steps that take ``step_s`` and give the tokens 2, 3, …, of each sequence its own."""
+
+    num_ranks = 1
+    page_size = PAGE_SIZE
+    num_host_pages = 0
+    token_buckets = (512, 4096)
+    can_copy_pages = True
+    page_bytes = 1
+    costs = None
+    num_programs = num_late_compiles = 0
+    is_compiling = False
+
+    def __init__(self, num_streams: int, step_s: float) -> None:
+        self.max_num_seqs = num_streams
+        self.num_pages = num_streams * MAX_LEN // PAGE_SIZE
+        self._step_s = step_s
+
+    def warmup(self) -> None:
+        pass
+
+    def dispatch(self, schedule: Schedule) -> SleepingStep:
+        token_ids = [2 + len(row.sequence.token_ids) % (VOCAB_SIZE - 2) for row in schedule.sequences]
+        return SleepingStep(token_ids, time.monotonic() + self._step_s)
+
+
+class SleepingStep:
+    def __init__(self, token_ids: list[int], end_s: float) -> None:
+        self.num_bucket_tokens = self.num_bucket_sequences = len(token_ids)
+        self._token_ids = token_ids
+        self._end_s = end_s
+
+    def fetch(self) -> list[int]:
+        time.sleep(max(0.0, self._end_s - time.monotonic()))
+        return self._token_ids
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token a word."""
+    backend = tokenizers.Tokenizer(models.WordLevel({f"▁word{index}": index for index in range(VOCAB_SIZE)}, unk_token="▁word0"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return Tokenizer(backend)
+
+
+def make_spec() -> ModelSpec:
+    return ModelSpec(
+        family="none", vocab_size=VOCAB_SIZE, width=2, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, mlp_width=2, max_position=MAX_LEN, norm_eps=1e-5,
+        activation="silu", layers=(LayerSpec(),), ropes=(RopeSpec(inv_freq=(1.0,)),), attention_scale=1.0, eos_token_ids=(),
+    )  # fmt: skip
+
+
+def run_server(port: int, num_streams: int, step_s: float, num_processes: int) -> None:
+    config = Config(
+        model=ModelConfig(source="none"),
+        cache=CacheConfig(page_size=PAGE_SIZE, num_pages=num_streams * MAX_LEN // PAGE_SIZE),
+        scheduler=SchedulerConfig(max_num_seqs=num_streams, max_tokens_per_step=4096),
+        server=ServerConfig(port=port, grpc_port=None, processes=num_processes, drain_timeout_s=0.0),
+    )
+
+    def build() -> Engine:
+        return Engine(SleepingRunner(num_streams, step_s), make_tokenizer(), make_spec(), config, model_name="none")
+
+    asyncio.run(serve(config, AsyncEngine(build)))
+
+
+def run_client(port: int, num_streams: int) -> None:
+    """Reads streams as cheaply as it can, until it is killed."""
+
+    async def read() -> None:
+        body = json.dumps({"prompt": [5], "stream": True, "max_tokens": MAX_LEN - 2, "ignore_eos": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        while await reader.read(2**16):
+            pass
+
+    async def read_all() -> None:
+        await asyncio.gather(*(read() for _ in range(num_streams)))
+
+    asyncio.run(read_all())
+
+
+def read_metrics(port: int) -> Reading:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=START_S) as page:
+        return parse_page(page.read().decode(), 0.0)
+
+
+def wait_for(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{what} did not come within {START_S:g} s")
+        time.sleep(0.2)
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/ready").status == 200
+    except OSError:
+        return False
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def measure(num_processes: int, num_streams: int, step_s: float, seconds: float) -> dict[str, float]:
+    """Runs one server. Returns its figures by name."""
+    spawn = multiprocessing.get_context("spawn")
+    port = free_port()
+    server = spawn.Process(target=run_server, args=(port, num_streams, step_s, num_processes))
+    client = spawn.Process(target=run_client, args=(port, num_streams))
+    server.start()
+    try:
+        wait_for(lambda: is_ready(port), "the server")
+        client.start()
+        wait_for(lambda: read_metrics(port).value("jaxserve_num_requests_running") == num_streams, "the last stream's first token")
+        engine = psutil.Process(server.pid)
+        front_ends = [child for child in engine.children() if "front_ends.process" in " ".join(child.cmdline())]
+        parts = {"engine": [engine], "front ends": front_ends, "client": [psutil.Process(client.pid)]}
+
+        def snapshot() -> tuple[float, Reading, dict[str, float]]:
+            return time.monotonic(), read_metrics(port), {name: sum(map(cpu_s, processes)) for name, processes in parts.items()}
+
+        start_s, before, cpu_before = snapshot()
+        time.sleep(seconds)
+        end_s, after, cpu_after = snapshot()
+    finally:
+        for process in (client, server):
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL if process is client else signal.SIGTERM)
+                process.join()
+    num_tokens = after.value("jaxserve_generated_tokens_total") - before.value("jaxserve_generated_tokens_total")
+    num_steps = after.value("jaxserve_steps_total") - before.value("jaxserve_steps_total")
+    figures = {
+        "front ends": float(len(front_ends)),
+        "tokens/s": num_tokens / (end_s - start_s),
+        "ms a step": 1e3 * (end_s - start_s) / num_steps,
+        "engine, ms a step": 1e3 * (cpu_after["engine"] - cpu_before["engine"]) / num_steps,
+    }
+    return figures | {f"{name}, µs a token": 1e6 * (cpu_after[name] - cpu_before[name]) / num_tokens for name in parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    options = parser.parse_args()
+    rows = [measure(number, options.streams, options.step_ms / 1e3, options.seconds) for number in options.processes]
+    table = Table(*rows[0], title=f"{options.streams} streams, {options.step_ms:g} ms a step, {os.cpu_count()} processors")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" for value in row.values()))
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What happens to a server with front ends as processes of their own when one of them, a reader or the engine is gone or slow, and when it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineDeadError, EngineError
+from tests.engine_host.fakes import LONG, SlowRunner, long_runner
+from tests.serving.front_ends import Served, alone, complete, front_end_pids, front_ends, rest_of, run, start, streaming, text_in
+from tests.serving.servers import http_client
+from tests.waiting import LIMIT_S, until
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_front_end_that_is_killed_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Its requests end and are reported, the other's tokens are what they would have been, and another takes its place."""
+
+    async def body() -> None:
+        async with front_ends(long_runner()) as served:
+            lost, kept = served.clients
+            async with streaming(lost, "lost", max_tokens=LONG) as dying, streaming(kept, "kept", max_tokens=3000, seed=1) as living:
+                (request_id,) = {(await anext(dying))["id"]}
+                events = [await anext(living)]
+                os.kill(served.pids[0], signal.SIGKILL)
+                with pytest.raises(httpx.TransportError):
+                    await rest_of(dying)
+                await until(lambda: served.engine.stats().finished["abort"] == 1)
+                events += await rest_of(living)
+            assert text_in(events) == alone("kept", 3000, 1) and events[-2]["usage"]["completion_tokens"] == 3000
+            await served.all_free()
+            await until(lambda: f"request={request_id} finish=abort" in caplog.text)
+            await until(lambda: len(front_end_pids()) == 2 and served.pids[0] not in front_end_pids())
+            await served.reconnect()  # to each of the two: the new one answers
+            for client in served.clients:
+                assert (await complete(client, "again", max_tokens=9, seed=2))["choices"][0]["text"] == alone("again", 9, 2)
+
+    caplog.set_level("INFO", "jaxserve")
+    run(body())
+    assert "another takes its place" in caplog.text
+
+
+def test_an_engine_that_dies_ends_the_streams_of_every_front_end_and_the_server() -> None:
+    async def body() -> None:
+        runner = long_runner()
+        async with front_ends(runner) as served:
+            async with streaming(served.clients[0], "a", max_tokens=LONG) as first, streaming(served.clients[1], "b", max_tokens=LONG) as second:
+                streams = [[await anext(first)], [await anext(second)]]
+                runner.errors = [EngineDeadError("the device is gone")]
+                for events, stream in zip(streams, (first, second), strict=True):
+                    events += await rest_of(stream)
+                    assert events[-1]["error"]["code"] == "engine_dead" and "the device is gone" in events[-1]["error"]["message"]
+            with pytest.raises(EngineDeadError, match="the device is gone"):
+                await served.task
+
+    run(body())
+
+
+def test_a_server_whose_engine_has_died_exits_with_an_error() -> None:
+    program = textwrap.dedent("""
+        import sys, urllib.request
+        from jaxserve.cli import app
+        from jaxserve.engine.async_engine import AsyncEngine
+        from jaxserve.errors import EngineDeadError
+        from jaxserve.serving import launch
+        from tests.engine_host.fakes import FakeRunner
+        from tests.serving.front_ends import config_of, engine_of
+        import asyncio, threading
+
+        def dies(token_ids, seed):
+            raise EngineDeadError("the device is gone")
+
+        runner = FakeRunner(next_token=dies)
+        config = config_of(runner, server={"grpc_port": None})
+        engine = AsyncEngine(lambda: engine_of(runner, config, 128))
+
+        def ask():
+            request = urllib.request.Request(f"http://127.0.0.1:{config.server.port}/v1/completions", b'{"prompt": "hi"}', {"Content-Type": "application/json"})
+            try:
+                urllib.request.urlopen(request)
+            except urllib.error.HTTPError as error:
+                print(error.code, error.read().decode(), flush=True)
+
+        launch.announce = lambda *_: threading.Thread(target=ask).start()
+        app.app = lambda **_: asyncio.run(launch.serve(config, engine))
+        app.main()
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert ended.returncode == 1, ended.stderr
+    assert "503" in ended.stdout and "engine_dead" in ended.stdout and "the device is gone" in ended.stdout
+    assert "error: the engine has stopped" in ended.stderr
+
+
+def test_a_slow_reader_is_paused_and_others_go_on() -> None:
+    async def body() -> None:
+        async with front_ends(long_runner(), engine=EngineConfig(reader_buffer=4), server={"served_model_name": "x" * 8000}) as served:  # in each event
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                slow.connect(("127.0.0.1", served.port))
+                body = json.dumps({"prompt": "slow", "stream": True, "max_tokens": LONG, "ignore_eos": True}).encode()
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                slow.sendall(head.encode() + body)
+                await until(lambda: served.engine.stats().num_paused == 1)
+                for client in served.clients:
+                    assert (await complete(client, "quick", max_tokens=50, seed=1))["choices"][0]["text"] == alone("quick", 50, 1)
+                assert served.engine.stats().num_paused == 1
+                before = served.engine.stats().num_generated_tokens
+                slow.setblocking(False)
+                loop, received = asyncio.get_running_loop(), 0
+                while served.engine.stats().num_generated_tokens == before or received < 2**20:  # it goes on when it is read
+                    received += len(await loop.sock_recv(slow, 2**16))
+            await served.all_free()
+
+    run(body())
+
+
+def test_a_signal_lets_running_requests_finish_through_every_front_end() -> None:
+    async def body() -> None:
+        runner = long_runner()
+        async with front_ends(runner, server={"drain_timeout_s": 5 * LIMIT_S}) as served:
+            async with streaming(served.clients[0], "a", max_tokens=500, seed=1) as first, streaming(served.clients[1], "b", max_tokens=500, seed=2) as second:
+                runner.hold()
+                streams = [[await anext(first)], [await anext(second)]]
+                os.kill(os.getpid(), signal.SIGTERM)
+                await until(lambda: served.engine.state == "draining")
+                runner.release()
+                for events, stream in zip(streams, (first, second), strict=True):
+                    events += await rest_of(stream)
+            assert [text_in(events) for events in streams] == [alone("a", 500, 1), alone("b", 500, 2)]
+            await served.task
+            assert served.engine.state == "dead" and not front_end_pids()
+
+    run(body())
+
+
+def test_front_ends_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.serving.front_ends.fleet._PROCESS_MODULE", "jaxserve.no_such_module")
+    monkeypatch.setattr("jaxserve.serving.front_ends.fleet._RESTART_PAUSE_S", 0.0)
+
+    async def body() -> None:
+        with pytest.raises(EngineError, match="3 times in a row"):
+            await start(SlowRunner())
+
+    run(body())
+
+
+NUM_LOSSES = int(os.environ.get("JAXSERVE_TEST_LOSSES", "12"))
+"""Front ends killed by the test below; each costs the start of another."""
+
+
+@pytest.mark.slow
+def test_random_losses_under_load_leak_nothing_and_change_nobody_s_tokens() -> None:
+    """Front ends are killed at random among clients that read to the end or leave: an answer that comes to its end is what it would have been."""
+    random_ = random.Random(7)
+
+    async def one(served: Served, index: int) -> str:
+        """A request of a client of its own. Returns how it ended."""
+        num_tokens, prompt = random_.randrange(50, 1500), f"request {index}"
+        kind = random_.choice(("reads", "reads", "leaves"))
+        try:
+            async with http_client(served.port) as client, streaming(client, prompt, max_tokens=num_tokens, seed=index) as stream:
+                if kind == "leaves":
+                    for _ in range(random_.randrange(1, 5)):
+                        await anext(stream)
+                    return kind
+                events = await rest_of(stream)
+        except (httpx.TransportError, StopAsyncIteration):
+            return "is lost"
+        assert text_in(events) == alone(prompt, num_tokens, index) and events[-2]["usage"]["completion_tokens"] == num_tokens
+        return kind
+
+    async def body() -> None:
+        async with front_ends(long_runner(), engine=EngineConfig(reader_buffer=2)) as served:
+            ends: Counter[str] = Counter()
+            is_over = asyncio.Event()
+            numbers = itertools.count()
+
+            async def keep_asking() -> None:
+                while not is_over.is_set():
+                    ends[await asyncio.wait_for(one(served, next(numbers)), LIMIT_S)] += 1
+
+            asking = [asyncio.create_task(keep_asking()) for _ in range(12)]
+            for _ in range(NUM_LOSSES):
+                before = ends.total()
+                await until(lambda before=before: ends.total() >= before + 5)
+                lost = random_.choice(front_end_pids())
+                os.kill(lost, signal.SIGKILL)
+                await until(lambda lost=lost: len(front_end_pids()) == 2 and lost not in front_end_pids())
+            is_over.set()
+            await asyncio.gather(*asking)
+            assert ends["is lost"] and ends["reads"] and ends["leaves"], ends
+            await served.all_free()
+            stats = served.engine.stats()
+            assert stats.num_requests == sum(stats.finished.values()) and stats.finished["error"] == 0
+            assert served.engine.thread.engine is not None
+            served.engine.thread.engine.check_integrity()
+
+    asyncio.run(body())
