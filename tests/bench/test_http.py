@@ -291,7 +291,7 @@ def test_servers_that_cannot_be_measured(server: dict[str, Any], options: dict[s
 
 
 def live_medians() -> dict[str, tuple[float, float]]:
-    """At 4 requests/s: the client's medians, and those of what the server did; both in milliseconds. None comes earlier than the server was told to be."""
+    """At 4 requests/s: the client's medians, and those of what the server did; both in milliseconds. No token comes early, though two may come close."""
     server = FakeServer(FakeModel(0.08, 0.02))
     latencies = asyncio.run(bench(server, Workload(arrival="steady", rate=4, num_requests=10, output_len="8"))).metrics.latencies
     streams = server.streamed_s[-10:]
@@ -302,7 +302,7 @@ def live_medians() -> dict[str, tuple[float, float]]:
         "e2el": [last - start for start, *_, last in streams],
     }
     medians = {name: (latencies[name].median, 1e3 * statistics.median(values)) for name, values in sent.items()}
-    assert all(medians[name][0] >= value - 1 for name, value in {"ttft": 80, "tpot": 20, "itl": 20, "e2el": 220}.items()), medians
+    assert all(medians[name][0] >= value - 1 for name, value in {"ttft": 80, "e2el": 220}.items()), medians
     return medians
 
 
