@@ -282,13 +282,13 @@ class Scheduler:
         grown: list[tuple[Sequence, SequenceResult]] = []
         charge = self._waiting.charge
         for scheduled, result in zip(schedule.sequences, results, strict=True):
-            if scheduled.num_samples:
-                sequence = scheduled.sequence
-                sequence.num_in_flight -= scheduled.num_samples
-                if sequence.status is not SequenceStatus.FINISHED and result.token_ids:
-                    sequence.token_ids += result.token_ids
+            if num_samples := scheduled.num_samples:
+                sequence, token_ids = scheduled.sequence, result.token_ids
+                sequence.num_in_flight -= num_samples
+                if token_ids and sequence.status is not SequenceStatus.FINISHED:
+                    sequence.token_ids += token_ids
                     grown.append((sequence, result))
-                    charge(sequence, len(result.token_ids))
+                    charge(sequence, len(token_ids))
         return grown
 
     def lose(self, schedule: Schedule) -> None:
