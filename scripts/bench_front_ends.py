@@ -32,7 +32,9 @@ from jaxserve.config import CacheConfig, Config, ModelConfig, SchedulerConfig, S
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.scheduling.schedule import Schedule
-from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.models.attention_kind import GroupedQueryAttention
+from jaxserve.models.mlp_kind import GatedMlp
+from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec, RopeSpec
 from jaxserve.serving.launch import serve
 from jaxserve.tokenizer import Tokenizer
 
@@ -88,10 +90,9 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_spec() -> ModelSpec:
-    return ModelSpec(
-        family="none", vocab_size=VOCAB_SIZE, width=2, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, mlp_width=2, max_position=MAX_LEN, norm_eps=1e-5,
-        activation="silu", layers=(LayerSpec(),), ropes=(RopeSpec(inv_freq=(1.0,)),), attention_scale=1.0, eos_token_ids=(),
-    )  # fmt: skip
+    attention = GroupedQueryAttention(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)
+    group = LayerGroup.uniform(attention, GatedMlp(width=2, activation="silu"), (LayerSpec(),))
+    return ModelSpec(family="none", vocab_size=VOCAB_SIZE, width=2, groups=(group,), max_position=MAX_LEN, norm_eps=1e-5, ropes=(RopeSpec(inv_freq=(1.0,)),))
 
 
 def run_server(port: int, num_streams: int, step_s: float, num_processes: int) -> None:

@@ -14,13 +14,16 @@ from jaxserve.engine.step.execution import choose_execution
 from jaxserve.engine.step.function import abstract_params
 from jaxserve.mesh import make_layout
 from jaxserve.mesh_shape import MeshShape
-from jaxserve.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxserve.models.attention_kind import GroupedQueryAttention
+from jaxserve.models.mlp_kind import GatedMlp
+from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec, RopeSpec
 from jaxserve.plan.compile_layout import topology_devices
 from jaxserve.plan.target import parse_target
 
+ATTENTION = GroupedQueryAttention(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 SPEC = ModelSpec(
-    family="llama", vocab_size=4096, width=256, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64, mlp_width=256, max_position=256, norm_eps=1e-5,
-    activation="silu", layers=(LayerSpec(),), ropes=(RopeSpec(inv_freq=tuple(10_000.0 ** (-2 * i / 64) for i in range(32))),), attention_scale=0.125, tied=True,
+    family="llama", vocab_size=4096, width=256, groups=(LayerGroup.uniform(ATTENTION, GatedMlp(width=256, activation="silu"), (LayerSpec(),)),),
+    max_position=256, norm_eps=1e-5, ropes=(RopeSpec(inv_freq=tuple(10_000.0 ** (-2 * i / 64) for i in range(32))),), tied=True,
 )  # fmt: skip
 """Its vocabulary, split in two, is larger than the candidates that a part sends."""
 
