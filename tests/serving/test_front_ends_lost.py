@@ -194,15 +194,16 @@ def test_random_losses_under_load_leak_nothing_and_change_nobody_s_tokens() -> N
                 while not is_over.is_set():
                     ends[await asyncio.wait_for(one(served, next(numbers)), LIMIT_S)] += 1
 
-            asking = [asyncio.create_task(keep_asking()) for _ in range(12)]
-            for _ in range(NUM_LOSSES):
-                before = ends.total()
-                await until(lambda before=before: ends.total() >= before + 5)
-                lost = random_.choice(front_end_pids())
-                os.kill(lost, signal.SIGKILL)
-                await until(lambda lost=lost: len(front_end_pids()) == 2 and lost not in front_end_pids())
-            is_over.set()
-            await asyncio.gather(*asking)
+            async with asyncio.TaskGroup() as asking:
+                for _ in range(12):
+                    asking.create_task(keep_asking())
+                for _ in range(NUM_LOSSES):
+                    before = ends.total()
+                    await until(lambda before=before: ends.total() >= before + 5)
+                    lost = random_.choice(front_end_pids())
+                    os.kill(lost, signal.SIGKILL)
+                    await until(lambda lost=lost: len(front_end_pids()) == 2 and lost not in front_end_pids())
+                is_over.set()
             assert ends["is lost"] and ends["reads"] and ends["leaves"], ends
             await served.all_free()
             stats = served.engine.stats()
