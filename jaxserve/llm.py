@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxserve.config import Config, from_mapping
-from jaxserve.engine.requests.params import resolve_params
+from jaxserve.engine.requests.sampling_params import resolve_sampling
 from jaxserve.errors import InvalidRequestError
 from jaxserve.platform import choose_platform
 from jaxserve.request import FinishReason, Request, RequestOutput, SamplingParams, Usage, joined
@@ -141,7 +141,7 @@ class LLM:
     ) -> list[Completion]:
         engine = self._engine
         if params is None:
-            params = resolve_params({}, engine.sampling_defaults)
+            params = resolve_sampling({}, engine.sampling_defaults)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         if len(each) != len(prompts):
             raise InvalidRequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; one for all, or one for each is allowed", param="params")

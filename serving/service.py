@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from jaxserve import __version__
 from jaxserve.config import Config
-from jaxserve.engine.requests.params import resolve_params
+from jaxserve.engine.requests.sampling_params import resolve_sampling
 from jaxserve.errors import ContextLengthError, EngineDeadError, EngineNotReadyError, InvalidRequestError, UnknownModelError, from_data
 from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams
 from jaxserve.serving.auth import require_key
@@ -94,7 +94,7 @@ class InferenceService:
         Raises:
             InvalidRequestError: A value out of its range.
         """
-        return resolve_params(given, self.engine.sampling_defaults)
+        return resolve_sampling(given, self.engine.sampling_defaults)
 
     def tenant_of(self, authorization: bytes) -> str:
         """Whose key an ``Authorization: Bearer KEY`` is; see ``require_key``."""

@@ -67,10 +67,10 @@ def chat(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
-    from jaxserve.engine.requests.params import resolve_params
+    from jaxserve.engine.requests.sampling_params import resolve_sampling
 
     fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop)
-    resolve_params(fields, {})  # a bad value shows before the model loads, and before jax does
+    resolve_sampling(fields, {})  # a bad value shows before the model loads, and before jax does
 
     from jaxserve.engine.build import build_engine
 
@@ -125,11 +125,11 @@ class Conversation:
             InvalidRequestError: The conversation has become longer than the context, or the template refuses it.
             EngineError: The engine failed.
         """
-        from jaxserve.engine.requests.params import resolve_params
+        from jaxserve.engine.requests.sampling_params import resolve_sampling
 
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = self._engine.tokenizer.encode_chat(messages)
-        request = self._engine.make_request(prompt, resolve_params(self._fields, self._engine.sampling_defaults))
+        request = self._engine.make_request(prompt, resolve_sampling(self._fields, self._engine.sampling_defaults))
         self._engine.add(request)
         answer: list[str] = []
         while self._engine.has_work:

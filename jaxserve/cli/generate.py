@@ -67,16 +67,16 @@ def generate(
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug, defaults=ONE_SHOT_DEFAULTS)
     choose_platform(resolved.platform)
 
-    from jaxserve.engine.requests.params import resolve_params
+    from jaxserve.engine.requests.sampling_params import resolve_sampling
 
     fields = sampling_fields(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos)
-    resolve_params(fields, {})  # a bad value shows before the model loads, and before jax does
+    resolve_sampling(fields, {})  # a bad value shows before the model loads, and before jax does
 
     from jaxserve.llm import LLM
 
     with progress_bars() as progress:
         llm = LLM(config=resolved, progress=progress)
-    completions = llm.generate(prompt, resolve_params(fields, llm.sampling_defaults), progress=sys.stderr.isatty())
+    completions = llm.generate(prompt, resolve_sampling(fields, llm.sampling_defaults), progress=sys.stderr.isatty())
     for index, completion in enumerate(completions):
         if as_json:
             emit(to_json(completion))

@@ -148,7 +148,7 @@ def sampling_fields(
     stop: Sequence[str] | None,
     ignore_eos: bool = False,
 ) -> dict[str, Any]:
-    """The sampling fields as the engine's ``resolve_params`` takes them: ``None`` where an option was not given."""
+    """The sampling fields as the engine's ``resolve_sampling`` takes them: ``None`` where an option was not given."""
     return {
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -148,10 +148,10 @@ def _log_what_fits(params: Params, plan: PoolPlan, max_model_len: int) -> None:
     each = "" if plan.layout.is_single_device else " a device"
     logger.info(
         "weights %.2f GiB%s, KV pool %.2f GiB%s: %d pages of %d tokens (%s), %d tokens in all",
-        weight_bytes / 2**30, each, plan.device_bytes / 2**30, each, plan.shape.num_pages, plan.shape.page_size, plan.shape.dtype, plan.num_slots,
+        weight_bytes / 2**30, each, plan.device_bytes / 2**30, each, plan.shape.num_pages, plan.shape.page_size, plan.shape.dtype, plan.num_tokens,
     )  # fmt: skip
     lengths = sorted({length for length in (1024, 4096, 16384) if length < max_model_len} | {max_model_len})
-    logger.info("room for %s", ", ".join(f"{plan.num_slots / length:.1f} sequences of {length} tokens" for length in lengths))
+    logger.info("room for %s", ", ".join(f"{plan.num_tokens / length:.1f} sequences of {length} tokens" for length in lengths))
 
 
 def _enable_compilation_cache() -> None:

@@ -22,7 +22,7 @@ from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.requests.admission import Admission, Load
 from jaxserve.engine.requests.door import Door
 from jaxserve.engine.requests.output import Delta, OutputProcessor, TextMaker, TokenRules
-from jaxserve.engine.requests.params import resolve_params
+from jaxserve.engine.requests.sampling_params import resolve_sampling
 from jaxserve.engine.requests.time_limits import TimeLimits
 from jaxserve.engine.scheduling.chunking import make_chunking
 from jaxserve.engine.scheduling.schedule import Runner, Schedule, SequenceResult
@@ -110,7 +110,7 @@ class Engine:
     ) -> None:
         self.max_model_len = check_context_length(config.model.max_model_len, spec, key="model.max_model_len", model=model_name)
         try:
-            resolve_params({}, sampling_defaults)
+            resolve_sampling({}, sampling_defaults)
         except InvalidRequestError as error:
             raise ModelError(f"the sampling defaults of {model_name} cannot be used: {error}") from error
         if config.scheduler.preemption == "swap" and not runner.num_host_pages:

@@ -114,7 +114,7 @@ def test_padding_writes_to_no_page(engine: Engine) -> None:
 
 
 def test_one_requests_nan_does_not_reach_the_next_owner_of_its_pages() -> None:
-    """A page is reused with the old owner's slots in it; their weight is 0, but 0 times NaN is NaN."""
+    """A page is reused with the old owner's keys and values in it; their weight is 0, but 0 times NaN is NaN."""
     engine = tiny_engine(num_pages=12, max_num_seqs=2)
     runner = runner_of(engine)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -39,7 +39,7 @@ def plain_run(prompt: Sequence[int], num_tokens: int, seed: int, next_token: Nex
 
 
 class FakeRunner:
-    """Keeps each token in the slot of a page where a real pool keeps its keys and values, and reads a context only from there.
+    """Keeps each token in the entry of a page where a real pool keeps its keys and values, and reads a context only from there.
 
     So a page that is given away too early, or twice, changes the output. Steps run when they are fetched, from what they were dispatched with.
     """
@@ -160,11 +160,11 @@ class FakeStep:
                 token_ids.append(carry[rank][slot])
             assert len(token_ids) == row.num_tokens
             for position, token_id in enumerate(token_ids, row.start):
-                pools[rank][self._slot(page_ids, position)] = token_id
+                pools[rank][self._entry(page_ids, position)] = token_id
         results = []
         for rank, row, token_ids, page_ids, slot in self._rows:
-            context = [pools[rank][self._slot(page_ids, position)] for position in range(row.start + row.num_tokens)]
-            assert context[row.start :] == token_ids, "two sequences of a step wrote to one slot"
+            context = [pools[rank][self._entry(page_ids, position)] for position in range(row.start + row.num_tokens)]
+            assert context[row.start :] == token_ids, "two sequences of a step wrote to one entry"
             carry[rank][slot] = self._runner.next_token(context, row.sequence.seed)
             results.append(SequenceResult([carry[rank][slot]] if row.num_samples else []))
         return results
@@ -175,7 +175,7 @@ class FakeStep:
         for (_, page), tokens in zip(pairs, pages, strict=True):
             destination[page * size : (page + 1) * size] = tokens
 
-    def _slot(self, page_ids: Sequence[int], position: int) -> int:
+    def _entry(self, page_ids: Sequence[int], position: int) -> int:
         return page_ids[position // self._runner.page_size] * self._runner.page_size + position % self._runner.page_size
 
 

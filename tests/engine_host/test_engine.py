@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from jaxserve.config import Config, EngineConfig, ModelConfig
 from jaxserve.engine.engine import Engine, fold_seed
-from jaxserve.engine.requests.params import resolve_params
+from jaxserve.engine.requests.sampling_params import resolve_sampling
 from jaxserve.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, ModelError, ReaderTimeoutError
 from jaxserve.request import RequestOutput, SamplingParams, Usage
 from tests.engine_host.fakes import EOS, VOCAB_SIZE, FakeRunner, FakeTokenizer, fake_engine, fake_spec, plain_run, refusal_of, scripted
@@ -387,13 +387,13 @@ def test_every_request_ends_in_exactly_one_outcome() -> None:
 
 class TestParams:
     def test_omitted_fields_take_the_defaults(self) -> None:
-        params = resolve_params({"top_p": 0.5, "top_k": None, "stop": "x", "stop_token_ids": [1]}, {"temperature": 0.2, "top_k": 20, "top_p": 0.8})
+        params = resolve_sampling({"top_p": 0.5, "top_k": None, "stop": "x", "stop_token_ids": [1]}, {"temperature": 0.2, "top_k": 20, "top_p": 0.8})
         assert params == SamplingParams(temperature=0.2, top_k=20, top_p=0.5, stop=("x",), stop_token_ids=(1,))
 
     @pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("temperature", -1), ("stop", 3), ("best", 1)])
     def test_errors_name_the_field(self, field: str, value: object) -> None:
         with pytest.raises(InvalidRequestError, match=field) as caught:
-            resolve_params({field: value}, {})
+            resolve_sampling({field: value}, {})
         assert caught.value.param == field
 
     @pytest.mark.parametrize(

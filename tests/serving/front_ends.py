@@ -156,7 +156,12 @@ class Served:
 
 def front_end_pids() -> list[int]:
     """The front ends of servers in this process."""
-    return [child.pid for child in psutil.Process().children() if "jaxserve.serving.front_ends.process" in " ".join(child.cmdline())]
+    pids: list[int] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            if "jaxserve.serving.front_ends.process" in child.cmdline():
+                pids.append(child.pid)
+    return pids
 
 
 def _connections(port: int) -> set[tuple[int, int]]:

@@ -103,7 +103,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: Most tokens of prompt and output together.
         vocab_size: V.
         num_pages: Pages of one data rank's pool.
-        page_size: Slots of one page.
+        page_size: Tokens that one page holds.
         max_num_seqs: Sequence slots of all data ranks.
         reader_buffer: See ``EngineConfig``.
     """

@@ -13,7 +13,7 @@ class PagePool:
 
     Args:
         num_pages: Pages of the pool; may be 0.
-        page_size: Slots (tokens) of one page, ``>= 1``.
+        page_size: Tokens that one page holds, ``>= 1``.
 
     Attributes:
         on_idle: Told each page that becomes idle; belongs to the prefix cache of the pool.

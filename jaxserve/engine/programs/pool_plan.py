@@ -44,7 +44,7 @@ class PoolPlan:
         return self.shape.num_pages * self.page_bytes
 
     @property
-    def num_slots(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens that all data ranks together hold."""
         return self.layout.shape.data * self.shape.num_pages * self.shape.page_size
 

@@ -18,7 +18,7 @@ class Door:
         vocab_size: V.
         max_model_len: Most tokens of prompt and output together.
         num_pages: Pages of one data rank's pool.
-        page_size: Slots of one page.
+        page_size: Tokens that one page holds.
     """
 
     def __init__(self, vocab_size: int, max_model_len: int, *, num_pages: int, page_size: int) -> None:
@@ -65,16 +65,16 @@ class Door:
                 f"({num_prompt_tokens} in the prompt, {params.max_tokens} for the completion). Please reduce the length of the prompt or max_tokens.",
                 param="max_tokens",
             )
-        num_slots = self._num_pages * self._page_size
-        if num_tokens > num_slots:
+        pool_tokens = self._num_pages * self._page_size
+        if num_tokens > pool_tokens:
             raise ContextLengthError(
-                f"This server's KV cache can hold at most {num_slots} tokens ({self._num_pages} pages of {self._page_size}). However, you requested "
+                f"This server's KV cache can hold at most {pool_tokens} tokens ({self._num_pages} pages of {self._page_size}). However, you requested "
                 f"{num_tokens} tokens ({num_prompt_tokens} in the prompt, {params.max_tokens or 'at least 1'} for the completion), which need "
                 f"{ceil_div(num_tokens, self._page_size)} pages. Please reduce the length of the prompt or max_tokens, or serve with a larger "
                 f"cache.num_pages.",
                 param="prompt" if params.max_tokens is None else "max_tokens",
             )
-        return params.max_tokens or min(max_len, num_slots) - num_prompt_tokens
+        return params.max_tokens or min(max_len, pool_tokens) - num_prompt_tokens
 
     def _check_vocabulary(self, token_ids: SequenceOf[int], param: str) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:

@@ -104,7 +104,7 @@ class Rank:
     Args:
         index: Of the rank.
         num_pages: Pages of its pool.
-        page_size: Slots of one page.
+        page_size: Tokens that one page holds.
         max_num_seqs: Sequence slots.
         max_tokens: Token budget of a step.
         make_cache: Makes the prefix cache of its pool.

@@ -137,7 +137,7 @@ class Runner(Protocol):
     num_pages: int
     """Pages of one rank's pool."""
     page_size: int
-    """Slots of one page."""
+    """Tokens that one page holds."""
     max_num_seqs: int
     """Sequence slots of one rank."""
     num_host_pages: int

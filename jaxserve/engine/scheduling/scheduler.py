@@ -2,7 +2,7 @@
 
 Why pages and slots are free the moment a sequence ends or is preempted, even with a step of it in flight: the pool and the per-sequence state are
 donated from each step to the next, so steps touch them strictly in the order of dispatch. A new owner's first step is dispatched after the old
-owner's last one, hence its writes land after the stray ones, and a sequence reads only slots of its page that it wrote itself. The tokens of the
+owner's last one, hence its writes land after the stray ones, and a sequence reads only entries of its pages that it wrote itself. The tokens of the
 old owner's last steps come back to ``update``, which drops those of finished sequences.
 
 A step may be scheduled while others are in flight: it counts on the tokens that they will give, whose values only the device has. A sequence that has lost
@@ -73,7 +73,7 @@ class Scheduler:
 
     Args:
         num_pages: Pages of each rank's pool.
-        page_size: Slots of one page.
+        page_size: Tokens that one page holds.
         config: Limits of each rank: ``max_num_seqs`` bounds its running sequences, ``max_tokens_per_step`` the tokens of a step.
         num_ranks: Data ranks.
         make_cache: Makes a rank's prefix cache.

@@ -14,7 +14,7 @@ class SwapSpace:
 
     Args:
         num_pages: Host pages; may be 0.
-        page_size: Slots of one page.
+        page_size: Tokens that one page holds.
 
     Attributes:
         sequences: By ``order``.

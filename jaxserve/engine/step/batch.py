@@ -150,7 +150,7 @@ def packed_batch(bucket: Bucket, *, num_rows: int, query_len: int, context_len: 
         num_rows: Live rows of each rank.
         query_len: New tokens of each row.
         context_len: Its length after the step.
-        page_size: Slots of a page.
+        page_size: Tokens that one page holds.
         num_ranks: Data ranks.
     """
     packed = np.zeros((num_ranks, bucket.packed_size), np.int32)

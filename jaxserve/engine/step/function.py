@@ -152,8 +152,8 @@ def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pag
     Args:
         packed: As ``batch.BatchBuilder`` writes it.
         bucket: Its shapes.
-        page_size: Slots of one page.
-        num_pages: Pages of one layer; the slot of a padding token is ``num_pages * page_size``.
+        page_size: Tokens that one page holds.
+        num_pages: Pages of one layer; the entry of a padding token is ``num_pages * page_size``.
     """
     T, B = bucket.num_tokens, bucket.num_rows
     rows = packed[2 + T :].reshape(B, -1)
@@ -167,8 +167,8 @@ def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pag
     live_T = row_T < B
     row_T = jnp.minimum(row_T, B - 1)
     position_T = jnp.where(live_T, (context_len_B - query_ends_B)[row_T] + token_T, 0)
-    slots_T = jnp.where(live_T, table_BM[row_T, position_T // page_size] * page_size + position_T % page_size, num_pages * page_size)
-    ragged = RaggedBatch(context_len_B, query_starts_B1, table_BM, slots_T, position_T, packed[:2])
+    entries_T = jnp.where(live_T, table_BM[row_T, position_T // page_size] * page_size + position_T % page_size, num_pages * page_size)
+    ragged = RaggedBatch(context_len_B, query_starts_B1, table_BM, entries_T, position_T, packed[:2])
     sampling = SamplingArrays(**{f"{field.name}_B": fields[field.name] for field in OWNER_FIELDS}, position_B=context_len_B)
     return StepInput(packed[2 : 2 + T], row_T, jnp.maximum(query_ends_B - 1, 0), fields["slot"], fields["begins"] != 0, ragged, sampling)
 

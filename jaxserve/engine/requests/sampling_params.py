@@ -12,7 +12,7 @@ from jaxserve.request import SamplingParams
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
-def resolve_params(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+def resolve_sampling(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
     """Builds the parameters of a request.
 
     Args:
