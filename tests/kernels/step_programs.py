@@ -30,13 +30,13 @@ SPEC = ModelSpec(
 
 def main(name: str) -> None:
     """Prints a JSON object for each program of the smallest shapes, and for one that decides on the device: what it is, and its conditionals."""
-    target = parse_topology(name)
+    topology = parse_topology(name)
     config = Config(
         model=ModelConfig(dtype="bfloat16"), cache=CacheConfig(num_pages=64, page_size=16), scheduler=SchedulerConfig(max_num_seqs=8, max_tokens_per_step=32)
     )
-    execution = choose_execution(config, target.chip.platform)
-    for mesh in (MeshShape(), MeshShape(1, target.num_chips)):
-        layout = make_layout(mesh, ShardingConfig(), topology_devices(target))
+    execution = choose_execution(config, topology.chip.platform)
+    for mesh in (MeshShape(), MeshShape(1, topology.num_chips)):
+        layout = make_layout(mesh, ShardingConfig(), topology_devices(topology))
         model = make_model(SPEC, config, execution, layout)
         plan, buckets = plan_programs(config, model, execution, layout, max_model_len=256, memory=Memory(2**34, 2**34))
         smallest = dataclasses.replace(buckets.all()[0], sampling="any")
