@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -170,11 +171,9 @@ class Streams:
 
     async def drain(self, timeout_s: float) -> None:
         """Returns when all streams have ended; those that have not after ``timeout_s`` are aborted, each with a last output."""
-        if not self._by_id:
-            return
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._nobody_reads.wait(), timeout_s)
-        except TimeoutError:
+        if self._by_id:
             logger.warning("%d requests did not end within %g s and are aborted", len(self._by_id), timeout_s)
             for stream in self._by_id.values():
                 self._send(Leave(stream.number))
