@@ -27,11 +27,12 @@ from rich.table import Table
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.bench.load.processes import free_port
+from jaxserve.bench.local.simulated_device import SimulatedDevice
 from jaxserve.cli.scrape import Reading, parse_page
 from jaxserve.config import CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.scheduling.schedule import Schedule
+from jaxserve.engine.step.buckets import make_buckets
 from jaxserve.models.attention_kind import GroupedQueryAttention
 from jaxserve.models.mlp_kind import GatedMlp
 from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec, RopeSpec
@@ -42,43 +43,6 @@ VOCAB_SIZE = 4096
 MAX_LEN = 65_536
 PAGE_SIZE = 256
 START_S = 120.0
-
-
-class SleepingRunner:
-    """Steps that take ``step_s`` and give the tokens 2, 3, …, of each sequence its own."""
-
-    num_ranks = 1
-    page_size = PAGE_SIZE
-    num_host_pages = 0
-    token_buckets = (512, 4096)
-    can_copy_pages = True
-    page_bytes = 1
-    costs = None
-    num_programs = num_late_compiles = 0
-    is_compiling = False
-
-    def __init__(self, num_streams: int, step_s: float) -> None:
-        self.max_num_seqs = num_streams
-        self.num_pages = num_streams * MAX_LEN // PAGE_SIZE
-        self._step_s = step_s
-
-    def warmup(self) -> None:
-        pass
-
-    def dispatch(self, schedule: Schedule) -> SleepingStep:
-        token_ids = [2 + len(row.sequence.token_ids) % (VOCAB_SIZE - 2) for row in schedule.sequences]
-        return SleepingStep(token_ids, time.monotonic() + self._step_s)
-
-
-class SleepingStep:
-    def __init__(self, token_ids: list[int], end_s: float) -> None:
-        self.num_bucket_tokens = self.num_bucket_sequences = len(token_ids)
-        self._token_ids = token_ids
-        self._end_s = end_s
-
-    def fetch(self) -> list[int]:
-        time.sleep(max(0.0, self._end_s - time.monotonic()))
-        return self._token_ids
 
 
 def make_tokenizer() -> Tokenizer:
@@ -104,7 +68,10 @@ def run_server(port: int, num_streams: int, step_s: float, num_processes: int) -
     )
 
     def build() -> Engine:
-        return Engine(SleepingRunner(num_streams, step_s), make_tokenizer(), make_spec(), config, model_name="none")
+        buckets = make_buckets((4096,), (num_streams,), max_tokens=4096, max_rows=num_streams, table_width=MAX_LEN // PAGE_SIZE)
+        num_pages = num_streams * MAX_LEN // PAGE_SIZE
+        device = SimulatedDevice(buckets, step_s=step_s, num_pages=num_pages, page_size=PAGE_SIZE, max_num_seqs=num_streams, token_id=7)
+        return Engine(device, make_tokenizer(), make_spec(), config, model_name="none", overlap=True)
 
     asyncio.run(serve(config, AsyncEngine(build)))
 
