@@ -1,4 +1,4 @@
-"""``jaxserve bench loop``: the engine's loop beside a simulated device."""
+"""``jaxserve bench loop``: the engine's loop with overlap and without."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli import bench_options
+from jaxserve.cli.bench_engine import open_engine
 from jaxserve.cli.options import ConfigFiles, Debug, Words, resolve_config
 from jaxserve.cli.output import tables_console
 from jaxserve.platform import choose_platform
@@ -14,8 +15,9 @@ from jaxserve.platform import choose_platform
 
 def loop(
     words: Words = None,
-    streams: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences that decode in every step.")] = 256,
-    step_ms: Annotated[float, typer.Option(min=0.01, metavar="MS", help="Time of the device for a step.")] = 10.0,
+    streams: Annotated[str, typer.Option(metavar="N,N", help="Sequences that decode in every step.")] = "256",
+    step_ms: Annotated[float, typer.Option(min=0.01, metavar="MS", help="Time of the simulated device for a step.")] = 10.0,
+    real: Annotated[bool, typer.Option("--real", help="Run the model on the device that is here, instead of a simulated one.")] = False,
     steps: Annotated[int, typer.Option(min=10, metavar="N", help="Steps of each run.")] = 300,
     waiting: Annotated[int, typer.Option(min=0, metavar="N", help="Measure also with as many requests that wait in the queue.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each kind, in turn.")] = 5,
@@ -23,33 +25,35 @@ def loop(
     config: ConfigFiles = None,
     debug: Debug = False,
 ) -> None:
-    """Run the engine's own loop beside a device that takes a fixed time a step: how long it stands idle, and what the host does, with overlap and without.
+    """Run the engine's own loop with overlap and without, in turn: how long a simulated device stands idle, what the host does in a step, tokens/s.
 
-    Scheduling, batches and outputs are the real ones; no model is loaded but its tokenizer.
+    Scheduling, batches and outputs are the real ones. For a simulated device no model is loaded but its tokenizer.
 
     Examples:
 
-        jaxserve bench loop
+        jaxserve bench loop --waiting 100000
 
-        jaxserve bench loop --streams 64 --step-ms 5 --waiting 100000
+        jaxserve bench loop smollm2-135m --real --streams 1,8,32 --steps 50
     """
     bench_options.check_outputs(json_file)
-    resolved = resolve_config(words, config, debug=debug)
-    choose_platform("cpu")
+    counts = bench_options.whole_numbers(streams, "--streams")
+    resolved = resolve_config(words, config, debug=debug, defaults={"scheduler.max_queued_requests": None, "engine.warmup": False})
+    choose_platform(resolved.platform if real else "cpu")
 
-    from jaxserve.bench.local.loop import print_loop, run_loop, to_json
-    from jaxserve.models.loading.checkpoint import open_checkpoint
-    from jaxserve.tokenizer import load_tokenizer
+    from jaxserve.bench.local.loop import print_loop, real_loop, simulated_loop, to_json
 
-    checkpoint = open_checkpoint(resolved.model)
-    tokenizer = load_tokenizer(checkpoint)
+    if real:
+        measured, device = real_loop(resolved, open_engine(resolved)), "the device"
+    else:
+        from jaxserve.models.loading.checkpoint import open_checkpoint
+        from jaxserve.tokenizer import load_tokenizer
+
+        checkpoint = open_checkpoint(resolved.model)
+        measured, device = simulated_loop(resolved, checkpoint.spec, load_tokenizer(checkpoint), step_s=step_ms / 1e3), f"a device of {step_ms:g} ms a step"
     runs = [
-        run_loop(
-            resolved, checkpoint.spec, tokenizer, num_streams=streams, step_s=step_ms / 1e3, num_steps=steps, num_waiting=count, overlap=overlap
-        )
-        for _ in range(repeats) for count in dict.fromkeys((0, waiting)) for overlap in (False, True)
+        measured.run(overlap=overlap, num_streams=count, num_steps=steps, num_waiting=num_waiting)
+        for _ in range(repeats) for count in counts for num_waiting in ((0,) if real else dict.fromkeys((0, waiting))) for overlap in (False, True)
     ]  # fmt: skip
     bench_options.all_of(
-        lambda: print_loop(runs, tables_console(), num_streams=streams, step_s=step_ms / 1e3),
-        lambda: bench_options.write_json(json_file, to_json(runs, num_streams=streams, step_s=step_ms / 1e3)),
+        lambda: print_loop(runs, tables_console(), device=device), lambda: bench_options.write_json(json_file, to_json(runs, device=device))
     )
