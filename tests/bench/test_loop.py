@@ -31,8 +31,8 @@ def test_a_real_runner_is_left_empty_for_the_next_run() -> None:
 
 
 def test_a_report_has_medians_of_what_is_alike() -> None:
-    runs = [LoopRun(overlap=overlap, num_streams=8, num_waiting=0, idle=idle, host_s=0.001, tokens_per_s=rate)
-            for overlap, idle, rate in ((False, 0.3, 500), (True, 0.01, 900), (False, 0.1, 700), (True, 0.02, 1000), (False, 0.2, 600), (True, 0.03, 800))]  # fmt: skip
+    figures = [(False, 0.3, 500), (True, 0.01, 900), (False, 0.1, 700), (True, 0.02, 1000), (False, 0.2, 600), (True, 0.03, 800)]
+    runs = [LoopRun(overlap=overlap, num_streams=8, num_waiting=0, idle=idle, host_s=0.001, tokens_per_s=rate) for overlap, idle, rate in figures]
     console = Console(record=True, width=120)
     print_loop(runs, console, device="a device of 10 ms a step")
     text = console.export_text()
