@@ -157,7 +157,7 @@ def test_measured_steps_stand_beside_the_predicted(tmp_path):
         (("--on", "v6e:2x4", "--mesh", "data=3,model=8"), "needs 24 devices; v6e:2x4 has 8"),
         (("--on", "v6e:2x4", "--mesh", "rows=3"), "has an axis 'rows'"),
         (("--on", "v6e:2x4", "--mesh", "data=2,data=4"), "twice"),
-        (("--on", "v6e:2x4", "--context", "200000"), "at most 131072"),
+        (("--on", "v6e:2x4", "--context", "200000"), "must be in [2, 131072]"),
         (("--on", "v6e:2x4", "sharding.width=[model]"), "both split"),
         (("--on", "v6e:2x4", "model.dtyp=float32"), "did you mean"),
     ],
