@@ -253,7 +253,7 @@ class Rank:
         Args:
             sequence: A running sequence.
             is_sound: Whether its pages hold the right keys and values; only then are they cached.
-            keep_s: Seconds for which the cached pages are protected from eviction; 0 for none.
+            keep_s: Seconds into the future to which the pages' last use is dated, so that they are evicted later than others; 0 for none.
         """
         if is_sound:
             num_full = min(sequence.num_scheduled_tokens, len(sequence.token_ids)) // self.pool.page_size

@@ -82,7 +82,8 @@ class Scheduler:
         can_copy_pages: Whether the runner copies pages.
         num_host_pages: Host pages of each rank, for preempted sequences.
         costs: Times measured by the runner, from which it is decided whether to swap.
-        session_ttl_s: Seconds for which the cached pages of a finished request with a session id are protected from eviction.
+        session_ttl_s: Seconds into the future to which the last use of a finished request's pages is dated if it has a session id, so that they are evicted
+            later.
         weights: Weights of the tenants by name, for ``order=fair``.
         place: Chooses between the ranks that have room for a sequence.
 
