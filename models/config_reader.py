@@ -19,9 +19,9 @@ class ConfigReader:
         config: The parsed JSON.
         path: Prefix of key names in messages: empty at the top, ``rope_scaling.`` in that section.
 
-        Raises:
-            UnsupportedModelError: The config is not a JSON object. Every method raises it too, for a value that is not allowed; the message names key and
-                value.
+    Raises:
+        UnsupportedModelError: The config is not a JSON object. Every method raises it too, for a value that is not allowed; the message names key and
+            value.
     """
 
     def __init__(self, config: object, path: str = "") -> None:

@@ -92,8 +92,8 @@ class Model:
             pool: Keys and values of all layers, which ``attend`` reads and updates layer by layer.
             attend: Computes attention over the step's batch.
 
-            Returns:
-                The residual stream after the final norm, in the model's dtype, for :meth:`logits`; and the pool.
+        Returns:
+            The residual stream after the final norm, in the model's dtype, for :meth:`logits`; and the pool.
         """
         stem = self._stem(params)
         x_TD = stem.embeddings(token_ids_T)

@@ -70,8 +70,8 @@ class DeviceRunner:
         on_step: Called with each step before it runs, to send it to the other processes.
         states: The kinds of wide state that each sequence slot has.
 
-        Attributes:
-            num_late_compiles: Number of compiles after warm-up. Each holds up all running requests; there should be none.
+    Attributes:
+        num_late_compiles: Number of compiles after warm-up. Each holds up all running requests; there should be none.
     """
 
     def __init__(

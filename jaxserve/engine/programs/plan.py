@@ -89,8 +89,8 @@ def pool_of_size(
         kv_dtype: Dtype of keys and values.
         attention: Name of the implementation of attention, or ``auto``.
 
-        Raises:
-            ConfigError: No implementation of attention serves the pool.
+    Raises:
+        ConfigError: No implementation of attention serves the pool.
     """
     shape = device_pool_shape(model.spec, layout, num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
     return plan_pool(

@@ -24,8 +24,8 @@ class Shedding(Protocol):
             request: The new request.
             num_queued_tokens: Number of prompt tokens that wait, by tenant, those of the new request included.
 
-            Returns:
-                The heap at whose front that sequence is; ``None`` if no sequence has to leave for this request.
+        Returns:
+            The heap at whose front that sequence is; ``None`` if no sequence has to leave for this request.
         """
         ...
 
