@@ -59,7 +59,7 @@ class ShardingRules:
         return any(self.num_parts(field.name) > 1 for field in dataclasses.fields(self.config))
 
     def collision(self, axes: LogicalAxes) -> Collision | None:
-        """The first case in which an array with these axes would be split twice over the same mesh axis, whatever that axis's size; ``None`` if there is none."""
+        """The first case in which an array with these axes would be split twice over the same mesh axis, whatever its size; ``None`` if there is none."""
         split_by: dict[str, str] = {}
         for logical in filter(None, axes):
             for mesh_axis in self.mesh_axes(logical):

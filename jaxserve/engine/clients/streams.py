@@ -261,7 +261,7 @@ class Streams:
             self._send(SetPaused(stream.number, True))
 
     def _with_last_text(self, stream: _Stream, text: TextMaker, output: RequestOutput, reason: FinishReason) -> RequestOutput:
-        """The last output of a stream whose text is made here. The engine may have ended it for a reason of its own, before or after it heard of a stop string."""
+        """The last output of a stream whose text is made here. The engine may have ended it for its own reason, before or after it heard of a stop string."""
         token_ids = output.token_ids
         piece = ""
         if stream.stop is None:

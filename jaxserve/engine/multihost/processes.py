@@ -224,7 +224,7 @@ def _initialize(config: DistributedConfig, hosts: Sequence[str], index: int, add
 
 
 def _facts(config: Config) -> dict[str, Any]:
-    """The facts that must be the same in all processes so that they compile the same programs: versions, devices, and what they all read of the configuration."""
+    """The facts that must be the same in all processes so that they compile the same programs: versions, devices, and the configuration that all read."""
     sections = dataclasses.asdict(config)
     del sections["server"], sections["tenants"], sections["distributed"]["host_index"]
     platform = sections.pop("platform")

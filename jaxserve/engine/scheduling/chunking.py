@@ -33,7 +33,7 @@ class ContextCost:
 
 
 def context_cost(spec: ModelSpec) -> ContextCost:
-    """The cost of a model's tokens, from its FLOPs: products with weights cost the same for every token; attention adds a cost for each earlier token it sees."""
+    """The cost of a model's tokens in FLOPs: products with weights cost the same for every token; attention adds a cost for each earlier token it sees."""
     products, _ = product_flops(spec)
     attention = spec.attention.flops_per_seen_token
     kinds = Counter(math.inf if layer.window is None else layer.window for layer in spec.layers)

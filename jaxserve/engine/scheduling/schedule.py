@@ -165,5 +165,5 @@ class Runner(Protocol):
         ...
 
     def dispatch(self, schedule: Schedule) -> PendingStep:
-        """Starts a step on the device without waiting for it. The schedule has at least one sequence. Steps, page moves included, run in the order of dispatch."""
+        """Starts a step without waiting for it. The schedule has at least one sequence. Steps, page moves included, run in the order of dispatch."""
         ...

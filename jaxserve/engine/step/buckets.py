@@ -77,7 +77,7 @@ class Buckets:
         return sorted(Bucket(*shape, sampling) for shape in shapes for sampling in self.sampling)
 
     def choose(self, ranks: SequenceOf[RankSchedule]) -> Bucket:
-        """The smallest bucket that holds each rank's part of a step, with the program that serves every row. The scheduler's limits guarantee that one exists."""
+        """The smallest bucket that holds each rank's part of a step, with the program that serves every row. The scheduler's limits guarantee one."""
         num_rows = max(len(rank.sequences) for rank in ranks)
         if all(rank.num_tokens == len(rank.sequences) for rank in ranks):
             rows = _at_least(self.decode, num_rows)
