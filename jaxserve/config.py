@@ -1,4 +1,4 @@
-"""The configuration: one frozen dataclass a section. YAML sections and dotted overrides name exactly these fields; the loader below is the only way in."""
+"""The configuration: one frozen dataclass for each section. YAML sections and dotted overrides name exactly these fields. ``load_config`` reads them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _SECRETS: Mapping[str, Callable[[str], str]] = MappingProxyType(
         "tenants.keys": lambda text: f"{text.partition('=')[0]}={REDACTED}",
     }
 )
-"""Key -> how one of its values is shown."""
+"""Keys whose values are secret, each with a function that shows one value without the secret."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and in which arithmetic.
+    """The model to serve, and its arithmetic.
 
     Args:
         source: A folder, a ``.gguf`` file, a hub id, or an alias (``jaxserve models`` lists them).
-        dtype: Of weights and activations.
-        max_model_len: Most tokens of prompt and output together; ``None`` takes the model's own limit.
+        dtype: Dtype of weights and activations.
+        max_model_len: Largest number of tokens that prompt and output may have together; ``None`` takes the model's own limit.
         revision: Hub revision; only for hub ids.
         chat_template: Path of a Jinja file that replaces the model's own template.
         generation_config: ``auto`` takes sampling defaults from the model's ``generation_config.json``, ``none`` does not.
@@ -54,13 +54,13 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many ranks each axis of the mesh has (``mesh_axes.MESH_AXES``). A mesh takes as many devices as the sizes multiplied, the first ones.
+    """The mesh: the number of ranks of each axis (``mesh_axes.MESH_AXES``). The mesh takes the first devices, as many as the product of these numbers.
 
     Args:
-        data: Data ranks: each has its own sequences and pages; ``None`` is 1.
-        model: Model ranks: each has a part of every layer; ``None`` is 1 on CPU, elsewhere all devices that ``data`` leaves.
-        replicate_kv_heads: With more model ranks than KV heads, hold each head on several ranks: their keys and values, and the weights that make them,
-            then take that many times the memory. Otherwise such a mesh is refused.
+        data: Number of data ranks, each with its own sequences and pages; ``None`` is 1.
+        model: Number of model ranks, each with a part of every layer; ``None`` is 1 on CPU, elsewhere all devices that ``data`` leaves.
+        replicate_kv_heads: Whether a mesh with more model ranks than KV heads is allowed. Each head is then held by several ranks, so keys and values, and the
+            weights that make them, take that many times the memory.
     """
 
     data: Annotated[int, Between(1, 2**16)] | None = None
@@ -73,10 +73,10 @@ MeshAxisName = Annotated[str, OneOf(axis_names(MESH_AXES))]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """Sharding rules: each logical axis of the parameters, and the mesh axes it is split over, in order; ``null`` or nothing replicates.
+    """The sharding rules: for each logical axis of the parameters, the mesh axes that it is split over, in order. ``null`` or an empty list splits nothing.
 
-    Any rule gives the same tokens; what it costs is what differs. The defaults need one reduction a block and gather no weights. ``vocab`` and ``kv_heads``
-    over ``model`` also split sampling and attention. ``data`` splits the weights over data ranks too, which gathers them in every step.
+    All rules give the same tokens at different cost. The defaults need one reduction for each block and gather no weights. ``vocab`` and ``kv_heads`` over
+    ``model`` also split sampling and attention. A rule with ``data`` splits weights over data ranks too, which must then gather them in every step.
 
     Args:
         vocab: Rows of the embedding and of the output head.
@@ -98,15 +98,15 @@ class CacheConfig:
     Args:
         page_size: Tokens that one page holds.
         num_pages: Pages of one layer and one data rank; ``None`` sizes the pool from ``memory_fraction``.
-        memory_fraction: Share of the device's memory that the pool may take, as far as it is free, never more than all sequences at full length need;
+        memory_fraction: Fraction of the device's memory that the pool may take, as far as it is free, but never more than all sequences at full length need;
             ``None`` is 0.1 of a host's memory and 0.9 of an accelerator's.
-        swap_gib: Host memory in GiB that pages of preempted sequences can be swapped to; ``None`` is 4 beside an accelerator, and 0, none, on CPU.
-        dtype: Of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
+        swap_gib: Host memory, in GiB, to which pages of preempted sequences can be swapped; ``None`` is 4 with an accelerator and 0 (no swapping) on CPU.
+        dtype: Dtype of keys and values; ``auto`` is the model's dtype (float32 on CPU with JAX 0.10, whose bfloat16 scatter copies the pool).
             ``fp8`` and ``float8_e4m3fn`` are the same: half of bfloat16's memory, 3 bits of mantissa, saturating at 448.
-        prefix: How keys and values of prompts and answers are kept for prompts that begin with the same tokens: in a radix tree (``radix``), which
-            finds any branch point, or in a table of digests of whole pages (``hash``); ``off`` keeps none.
-        session_ttl_s: How much longer than others what a request with a ``session_id`` leaves is kept, in seconds, while there is memory.
-        isolate_tenants: Tenants share nothing: how fast an answer comes tells nobody what others asked.
+        prefix: Kind of the prefix cache, which keeps the keys and values of prompts and answers for prompts that begin with the same tokens: ``radix`` is a
+            radix tree, which finds the longest common beginning to the token; ``hash`` is a table of digests of whole pages; ``off`` keeps none.
+        session_ttl_s: Seconds by which the pages of a request with a ``session_id`` outlast others in the prefix cache, as long as there is memory.
+        isolate_tenants: Whether tenants share no cached pages, so that the speed of an answer tells nobody what others asked.
     """
 
     page_size: Annotated[int, Between(1, 256), PowerOfTwo()] = 16
@@ -121,28 +121,29 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What runs in a step. The limits are those of each data rank.
+    """The scheduling of requests. The limits of a step hold for each data rank.
 
     Args:
-        max_num_seqs: Most sequences in one step; also the number of sequence slots.
+        max_num_seqs: Largest number of sequences in one step, which is also the number of sequence slots.
         max_tokens_per_step: Token budget of one step; a longer prompt is prefilled in chunks.
-        chunk_by: How a chunk counts against the budget while others decode: ``tokens`` counts its tokens, ``work`` counts what they cost, so that chunks
-            become shorter as their context grows and steps take equally long.
-        policy: ``continuous`` lets waiting sequences join at any time. ``static`` and ``dynamic`` run batches to their end, to compare with: a static batch
-            is what waits when nothing runs, a dynamic one waits for ``preferred_batch_size`` sequences, for ``max_batch_delay_s`` at most.
-        preferred_batch_size: Of a dynamic batch; ``None`` is ``max_num_seqs``.
-        max_batch_delay_s: How long the first sequence of a dynamic batch waits for others.
-        order: Who is next: ``fcfs`` who came first; ``priority`` who has the smallest ``priority``, with ageing; ``deadline`` whose ``deadline_ms`` is up
-            first; ``fair`` the first of the tenant that has been served fewest tokens.
-        preemption: What happens to a running request whose pages others need: ``recompute`` forgets what it has computed, ``swap`` moves it to host memory
-            (``cache.swap_gib``) while there is room, ``auto`` takes what costs less time by what was measured at the start.
-        ageing_s: With ``order=priority``: how long waiting makes up for one step of priority.
-        max_queued_requests: Most requests that wait, beyond those that free slots take in the next step; ``None`` for any number. More are refused, or
-            take the place of another: with ``order=priority`` of one with lower priority, with ``order=fair`` of one whose tenant has more in the queue.
-        max_queued_tokens: Most prompt tokens that wait; ``None`` for any number.
-        queue_timeout_s: A request that has not begun after this time is refused; ``None`` lets it wait.
-        degrade_at: Share of ``max_queued_requests`` from which on new requests get at most ``degraded_max_tokens``.
-        degraded_max_tokens: Their limit; the answer says when it was applied. ``None`` never applies one.
+        chunk_by: How a prefill chunk counts against the budget while other sequences decode: ``tokens`` counts its tokens; ``work`` counts their cost, so that
+            chunks become shorter as their context grows and steps take about equally long.
+        policy: How waiting sequences join the running ones: ``continuous`` lets them join at any time. ``static`` and ``dynamic`` run batches to their end, for
+            comparison: a static batch takes what waits when nothing runs; a dynamic one waits for ``preferred_batch_size`` sequences, for
+            ``max_batch_delay_s`` at most.
+        preferred_batch_size: Number of waiting sequences that begins a dynamic batch; ``None`` is ``max_num_seqs``.
+        max_batch_delay_s: Longest time, in seconds, that the first sequence of a dynamic batch waits for others.
+        order: Which waiting request is next: with ``fcfs`` the one that came first; with ``priority`` the one with the smallest ``priority``, with ageing;
+            with ``deadline`` the one whose ``deadline_ms`` ends first; with ``fair`` the first of the tenant that has been served the fewest tokens.
+        preemption: What happens to a running request whose pages others need: ``recompute`` forgets its keys and values, ``swap`` moves them to host memory
+            (``cache.swap_gib``) while there is room, ``auto`` takes what costs less time according to measurements at the start.
+        ageing_s: Seconds of waiting that make up for one level of priority, with ``order=priority``.
+        max_queued_requests: Largest number of waiting requests, beyond those that free slots take in the next step; ``None`` for no limit. Further requests
+            are refused, or replace another: with ``order=priority`` one of lower priority, with ``order=fair`` one whose tenant has more in the queue.
+        max_queued_tokens: Largest number of prompt tokens that wait; ``None`` for no limit.
+        queue_timeout_s: Seconds after which a request that has not begun is refused; ``None`` for no limit.
+        degrade_at: Fraction of ``max_queued_requests`` from which on new requests get at most ``degraded_max_tokens``.
+        degraded_max_tokens: Largest number of tokens that such a request may generate; the answer says when it was applied. ``None`` for no such limit.
     """
 
     max_num_seqs: Annotated[int, Between(1, 4096)] = 32
@@ -163,24 +164,25 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How the step is compiled and run.
+    """The engine: how steps are compiled and run.
 
     Args:
-        attention: Implementation of ragged paged attention, by name, or ``auto``.
-        layers: ``scan`` runs one compiled layer over stacked weights, ``unroll`` compiles each; ``auto`` chooses by platform and JAX version.
-        token_buckets: Packed token counts of mixed steps to compile for, ascending; empty chooses by platform.
+        attention: Name of the implementation of ragged paged attention, or ``auto``.
+        layers: Form of the layers: ``scan`` runs one compiled layer over stacked weights, ``unroll`` compiles each layer; ``auto`` chooses by platform and
+            JAX version.
+        token_buckets: Token counts of mixed steps to compile for, ascending; empty chooses by platform.
         sequence_buckets: Sequence counts to compile for, ascending; empty chooses by platform.
-        warmup: Compile every bucket before the engine is ready.
-        compilation_cache: Keep compiled programs on disk in the user's cache folder.
-        compiled: A folder that ``jaxserve compile`` made: its programs are taken where they fit, the others compiled. It is trusted as code.
-        overlap: Launch each step while the one before it runs, so that the device does not wait for the host; ``None`` does it where it was measured to
-            help.
-        bind_threads: On CPU, bind each compute thread to a processor of its own, else the kernel now and then lets two of them share one. Off where other work
-            runs on these processors all the time.
-        check_integrity: Check the books of pages and requests when a server falls idle, every ten seconds at most; they are begun anew if they are wrong.
-        watchdog_s: A step that takes longer than this is stuck: the engine is dead then, as health says. Compiling does not count; ``None`` never looks.
-        reader_buffer: Outputs that wait for a slow client before its request is paused; it goes on when they are read.
-        reader_timeout_s: A request that has been paused for so long is ended with an error; ``None`` never ends one.
+        warmup: Whether every bucket is compiled before the engine is ready.
+        compilation_cache: Whether compiled programs are kept on disk, in the user's cache folder.
+        compiled: Path of a folder that ``jaxserve compile`` made. Its programs are used if they fit, the others are compiled. The folder is trusted as code.
+        overlap: Whether each step is launched while the one before it runs, so that the device does not wait for the host; ``None`` does it on accelerators.
+        bind_threads: Whether, on CPU, each compute thread is bound to a processor of its own; otherwise the kernel now and then lets two of them share one.
+            Switch it off if other work runs on these processors all the time.
+        check_integrity: Whether the records of pages and requests are checked when the server is idle, every ten seconds at most. If they are wrong, they are
+            made anew.
+        watchdog_s: Seconds after which a step counts as stuck and the engine as dead, which health reports. Compiling does not count; ``None`` for no limit.
+        reader_buffer: Number of outputs that may wait for a slow client before its request is paused. It goes on when they are read.
+        reader_timeout_s: Seconds after which a paused request is ended with an error; ``None`` for no limit.
     """
 
     attention: Annotated[str, NotBlank()] = "auto"
@@ -206,15 +208,16 @@ class ServerConfig:
         host: Address to listen on.
         port: HTTP port; 0 takes a free one.
         grpc_port: gRPC port; 0 takes a free one, ``None`` serves no gRPC.
-        served_model_name: Name in the API; ``None`` takes the alias, or the last part of the source.
-        api_keys: Any of these opens both APIs; none leaves them open.
-        max_body_bytes: Larger request bodies are refused.
-        drain_timeout_s: How long running requests may go on after SIGTERM or Ctrl-C.
-        log_requests: Log a line about each request that has ended: its settings, counts and times, never its prompt.
-        otlp_endpoint: Where traces go, over OTLP/HTTP, such as ``http://localhost:4318``; ``None`` makes none. Needs the extra ``otel``.
-        admin_keys: Any of these opens ``/debug``; without one it does not exist.
-        processes: Front ends as processes of their own, which share the ports: they parse, tokenize and make the text while the engine's process only runs the
-            engine. With 1 there is none: all of it is done in the engine's process.
+        served_model_name: Name of the model in the API; ``None`` takes the alias, or the last part of the source.
+        api_keys: API keys, any of which gives access to both APIs. If there are none, the APIs are open to all.
+        max_body_bytes: Largest size of a request body; larger ones are refused.
+        drain_timeout_s: Seconds that running requests may go on after SIGTERM or Ctrl-C.
+        log_requests: Whether a line is logged about each request that has ended, with its settings, counts and times, but never its prompt.
+        otlp_endpoint: URL to which traces are sent over OTLP/HTTP, such as ``http://localhost:4318``; ``None`` makes no traces. Needs the extra ``otel``.
+        admin_keys: Keys, any of which gives access to ``/debug``. If there are none, ``/debug`` does not exist.
+        processes: Number of front-end processes, which share the ports. They parse, tokenize and make the text, while the engine's process only runs the
+            engine.
+            With 1 there is no further process, and the engine's process does all of it.
     """
 
     host: Annotated[str, NotBlank()] = "127.0.0.1"
@@ -232,13 +235,14 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TenantsConfig:
-    """Who may use how much. A request is its API key's tenant's; what comes with a key of ``server.api_keys``, or with none, is one tenant's too.
+    """The tenants and their quotas. A request belongs to the tenant of its API key. Requests with a key of ``server.api_keys``, or without a key, belong
+    to one further tenant.
 
     Args:
-        keys: ``NAME=KEY`` each; a tenant may have several. They open both APIs as those of ``server.api_keys`` do.
-        max_requests: Most requests of one tenant in flight; ``None`` for any number.
-        tokens_per_minute: Tokens of prompts and answers that one tenant may use; ``None`` for any number.
-        limits: Exceptions: ``NAME.max_requests=8``, ``NAME.tokens_per_minute=1000``, and ``NAME.weight=2`` for ``scheduler.order=fair``.
+        keys: API keys of tenants, each as ``NAME=KEY``; a tenant may have several. They give access to both APIs, as those of ``server.api_keys`` do.
+        max_requests: Largest number of one tenant's requests in flight; ``None`` for no limit.
+        tokens_per_minute: Number of tokens of prompts and answers that one tenant may use in a minute; ``None`` for no limit.
+        limits: Exceptions for single tenants: ``NAME.max_requests=8``, ``NAME.tokens_per_minute=1000``, and ``NAME.weight=2`` for ``scheduler.order=fair``.
     """
 
     keys: Annotated[tuple[str, ...], NotBlank()] = ()
@@ -249,13 +253,14 @@ class TenantsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several hosts as one engine, one process each: the first leads, schedules and serves; the others follow its steps.
+    """The hosts that run one engine together, one process on each. The first one leads, schedules and serves; the others follow its steps.
 
     Args:
-        hosts: Names or addresses of all hosts, the leader first, the same on each; none takes those of a TPU VM's environment, or this host alone.
-        host_index: Which of them this is; ``None`` finds it by name.
-        port: Of the leader, for jax's coordinator; the next one carries the steps. Only the hosts themselves should reach the two.
-        join_timeout_s: How long the hosts wait for each other at the start.
+        hosts: Names or addresses of all hosts, the leader first, the same list on each host. If empty, a TPU VM's environment tells them, or this host is
+            alone.
+        host_index: Index of this host in the list; ``None`` finds it by the host's name.
+        port: The leader's port for jax's coordinator; the next port carries the steps. Only the hosts themselves should be able to reach the two.
+        join_timeout_s: Longest time, in seconds, that the hosts wait for each other at the start.
     """
 
     hosts: Annotated[tuple[str, ...], NotBlank()] = ()
@@ -266,13 +271,13 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration. Checked as a whole when it is made, whoever makes it.
+    """The whole configuration. It is always checked as a whole when it is made.
 
     Args:
-        platform: ``auto`` looks for device files before jax is imported.
+        platform: Platform to run on; ``auto`` chooses by the device files that it finds, before jax is imported.
 
     Raises:
-        ConfigError: A value out of its range, or two that contradict each other.
+        ConfigError: A value is out of its range, or two values contradict each other.
     """
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
@@ -316,10 +321,10 @@ class Config:
             raise ConfigError(f"tenants.limits has a weight and scheduler.order is {limits.order}; one must change: weights count for order=fair alone")
 
     def read_tenants(self) -> Tenants:
-        """Tenants, by the keys of both sections.
+        """The tenants, from the keys and limits of the sections ``server`` and ``tenants``.
 
         Raises:
-            ConfigError: A text that does not say what it should.
+            ConfigError: A key or limit is not written as it must be.
         """
         section = self.tenants
         default = TenantLimits(max_requests=section.max_requests, tokens_per_minute=section.tokens_per_minute)
@@ -333,16 +338,16 @@ def load_config(
     *,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Config:
-    """Takes ``defaults``, reads YAML files, then ``section.key=value`` overrides, then ``values``. What comes later wins.
+    """The configuration from several sources: ``defaults``, then YAML files, then ``section.key=value`` overrides, then ``values``. Later ones win.
 
     Args:
         files: YAML files whose sections are those of :class:`Config`.
-        overrides: Texts as typed on a command line.
-        values: Full key -> value.
-        defaults: Full key -> value where it is another than the dataclass's.
+        overrides: Texts ``section.key=value``, as typed on a command line.
+        values: Values by full key, such as ``model.dtype``.
+        defaults: Values by full key that replace the defaults of the dataclasses.
 
     Raises:
-        ConfigError: A file that cannot be read or is no plain YAML mapping of sections, an unknown key, a value of the wrong type or out of range.
+        ConfigError: A file cannot be read or is not a plain YAML mapping of sections, a key is unknown, or a value has the wrong type or is out of range.
     """
     merged = _read(defaults)
     for file in files:
@@ -359,19 +364,20 @@ def load_config(
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """A configuration from nested sections, dotted keys, or both: ``{"model": {"dtype": "float32"}, "server.port": 80}``.
+    """The configuration from nested sections, dotted keys, or both: ``{"model": {"dtype": "float32"}, "server.port": 80}``.
 
     Raises:
-        ConfigError: As :func:`load_config`.
+        ConfigError: A key is unknown, or a value has the wrong type or is out of range.
     """
     return _build(_read(dict(_flatten(mapping))))
 
 
 def to_yaml(config: Config, *, show_secrets: bool = False) -> str:
-    """The whole configuration as YAML that :func:`load_config` reads back to an equal one.
+    """The whole configuration as YAML, from which :func:`load_config` makes an equal one.
 
     Args:
-        show_secrets: Print the API keys. Else ``***`` stands for each, and reading that back is an error rather than an open or guessable server.
+        config: The configuration.
+        show_secrets: Whether API keys are included. If not, ``***`` stands for each of them, and reading that back is an error.
     """
     tree: dict[str, Any] = {}
     for key in _declared():
@@ -384,7 +390,7 @@ def to_yaml(config: Config, *, show_secrets: bool = False) -> str:
 
 
 def summarize(config: Config) -> Iterator[str]:
-    """One line a section, without secrets, for logs."""
+    """Yields one line for each section, without secrets, for logs."""
     tree: dict[str, Any] = yaml.safe_load(to_yaml(config))
     for name, section in tree.items():
         yield f"{name}: {json.dumps(section, ensure_ascii=False)}"
@@ -392,7 +398,7 @@ def summarize(config: Config) -> Iterator[str]:
 
 @cache
 def _declared() -> dict[str, Any]:
-    """Full key path -> annotation, of every field, in order of declaration."""
+    """The annotation of every field by its full key, in order of declaration."""
     declared: dict[str, Any] = {}
     for name, annotation in get_type_hints(Config, include_extras=True).items():
         if dataclasses.is_dataclass(annotation):
@@ -441,7 +447,7 @@ def _flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _nearest(key: str) -> str:
-    """The end of an unknown-key message: the known key that was probably meant, else those that exist."""
+    """The end of the message about an unknown key: the known key that was probably meant, else the keys that exist."""
     known = list(_declared())
     section, _, leaf = key.rpartition(".")
     by_leaf = {path.rpartition(".")[2]: path for path in reversed(known)}  # of equal names the first declared

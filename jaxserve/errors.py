@@ -1,7 +1,7 @@
-"""Every error that jaxserve raises on purpose, and their form as plain data, in which they go from the engine to those who wait.
+"""All errors that jaxserve raises on purpose, and their form as plain data, in which they travel from the engine to its clients.
 
-``serving/error_table.py`` maps them to HTTP status and gRPC code; no other place does. A message says what was wrong, the value met, and what is allowed.
-"No space in the pool" is a return value, not an error.
+Only ``serving/error_table.py`` maps them to HTTP status and gRPC code. A message says what was wrong, which value was found, and what is allowed. "No space
+in the pool" is a return value, not an error.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import ClassVar
 
 
 class JaxserveError(Exception):
-    """Root of all errors that are meant for a user's eyes.
+    """The base class of all errors whose messages are meant for users.
 
     Attributes:
-        FIELDS: Names of what an error of the class has beside its message; its constructor takes them as keywords.
+        FIELDS: Names of the attributes that errors of the class have besides the message. The constructor takes them as keywords.
     """
 
     FIELDS: ClassVar[tuple[str, ...]] = ()
@@ -42,14 +42,14 @@ class CheckpointError(ModelError):
 
 
 class ModelUnavailableError(ModelError):
-    """MODEL names nothing that can be found, or fetching it failed."""
+    """A model that cannot be found or fetched."""
 
 
 class RequestError(JaxserveError):
-    """A request that is refused at the door.
+    """A request that is refused because of the client.
 
     Args:
-        message: What was wrong, the value, and what is allowed.
+        message: What was wrong, which value was found, and what is allowed.
         param: Name of the request field at fault, as the client spelled it.
         code: Stable machine-readable reason, in OpenAI's vocabulary where it has one.
     """
@@ -84,7 +84,7 @@ class UnauthenticatedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """An API key that is right, for something that takes another kind of key."""
+    """A valid API key, used for something that needs another kind of key."""
 
 
 class PayloadTooLargeError(RequestError):
@@ -92,11 +92,11 @@ class PayloadTooLargeError(RequestError):
 
 
 class QuotaExceededError(RequestError):
-    """The tenant has used up what it may use for now.
+    """The request's tenant has used up its quota for now.
 
     Args:
         message: What was used up, and the limit.
-        retry_after_s: When it is likely to succeed.
+        retry_after_s: Seconds after which another attempt is likely to succeed.
     """
 
     FIELDS = ("retry_after_s",)
@@ -107,7 +107,7 @@ class QuotaExceededError(RequestError):
 
 
 class ReaderTimeoutError(RequestError):
-    """The client left what was generated for it unread for too long."""
+    """The client left its outputs unread for too long."""
 
 
 class EngineError(JaxserveError):
@@ -119,11 +119,11 @@ class EngineNotReadyError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """More work than the engine can take: the request was turned away before it ran, or made room for one of higher priority.
+    """The engine has more work than it can take: the request was refused before it ran, waited too long, or was removed to make room for another one.
 
     Args:
         message: What is full.
-        retry_after_s: When it is likely to succeed.
+        retry_after_s: Seconds after which another attempt is likely to succeed.
     """
 
     FIELDS = ("retry_after_s",)
@@ -138,7 +138,7 @@ class DeadlineExceededError(EngineError):
 
     Args:
         message: The deadline.
-        retry_after_s: When it is likely to succeed, if it was the queue that took its time.
+        retry_after_s: Seconds after which another attempt is likely to succeed; ``None`` if the request had begun to run.
     """
 
     FIELDS = ("retry_after_s",)
@@ -153,7 +153,7 @@ class EngineDeadError(EngineError):
 
 
 class UnexpectedError(EngineError):
-    """Something that nobody foresaw went wrong with one request. Its message may hold anything, so it is not for logs of requests."""
+    """An error that nobody foresaw, in one request. Its message may contain anything, so it must not go into the log of requests."""
 
 
 class BenchmarkError(JaxserveError):
@@ -190,7 +190,7 @@ ERROR_CODES: Mapping[type[JaxserveError], str] = {
     BenchmarkError: "benchmark_error",
     CompileError: "compile_error",
 }
-"""What stands for each class where an error is data."""
+"""The code of each class, which stands for it in :class:`ErrorData`."""
 
 _CLASSES = {code: cls for cls, code in ERROR_CODES.items()}
 
@@ -200,9 +200,9 @@ class ErrorData:
     """An error as plain data.
 
     Args:
-        code: Of its class, from :data:`ERROR_CODES`.
-        message: For its reader.
-        fields: What else the class has, by name.
+        code: Code of its class, from :data:`ERROR_CODES`.
+        message: The error's message.
+        fields: The values of the class's ``FIELDS``, by name.
     """
 
     code: str
@@ -216,7 +216,7 @@ class ErrorData:
 
 
 def to_data(error: BaseException) -> ErrorData:
-    """The data of an error; one that is none of ours becomes an :class:`UnexpectedError` that names its class."""
+    """The data of an error. An exception that is not a :class:`JaxserveError` becomes an :class:`UnexpectedError` whose message names its class."""
     if not isinstance(error, JaxserveError):
         return ErrorData(ERROR_CODES[UnexpectedError], f"{type(error).__name__}: {error}")
     known = [cls for cls in type(error).__mro__ if issubclass(cls, JaxserveError) and cls in ERROR_CODES]
@@ -224,5 +224,5 @@ def to_data(error: BaseException) -> ErrorData:
 
 
 def from_data(data: ErrorData) -> JaxserveError:
-    """The error that :func:`to_data` was given, but for its traceback; of one that is none of ours what has become of it there."""
+    """The error that the data describes: the inverse of :func:`to_data`, without the traceback."""
     return data.error_class(data.message, **data.fields)

@@ -15,9 +15,9 @@ class MeshAxis:
     """One axis of the device mesh.
 
     Args:
-        name: As configurations, sharding rules and messages write it.
+        name: Name of the axis in configurations, sharding rules and messages.
         meaning: What each rank along the axis has; completes "each data rank has …".
-        takes_rest: Whether the axis, where its size is not given, takes the devices that the other axes leave. Any other axis then has one rank.
+        takes_rest: Whether the axis takes the devices that the other axes leave, if its size is not given. Any other axis without a size has one rank.
     """
 
     name: str
@@ -29,8 +29,8 @@ MESH_AXES = (
     MeshAxis(name=DATA, meaning="its own sequences and pages"),
     MeshAxis(name=MODEL, meaning="a part of every layer", takes_rest=True),
 )
-"""Every axis, in the order in which devices are numbered, the last one fastest. ``data`` stays the first: the devices of a data rank are neighbours. Messages
-name ``data`` and ``model`` of every mesh, another axis only where it has more than one rank."""
+"""All axes, in the order in which devices are numbered, the last one fastest. ``data`` must stay the first, so that the devices of a data rank are neighbours.
+Messages always name ``data`` and ``model``, and another axis only if it has more than one rank."""
 
 
 def axis_names(axes: tuple[MeshAxis, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The shape of the device mesh: how it is written, and which one a configuration asks for. Imports no jax."""
+"""The shape of the device mesh: how it is written as text, and which one a configuration asks for. Imports no jax."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxserve.mesh_axes import DATA, MESH_AXES, MODEL, MeshAxis, axis_names
 
 
 class MeshShape(Mapping[str, int]):
-    """How many ranks each axis of a mesh has: a mapping from axis to size, in the order of the table of axes. Immutable and hashable.
+    """The shape of a mesh: a mapping from each axis to its number of ranks, in the order of the table of axes. Immutable and hashable.
 
     Args:
-        data: Size of the axis ``data``; at least 1, as all sizes.
+        data: Size of the axis ``data``, ``>= 1`` like all sizes.
         model: Size of the axis ``model``.
-        axes: The table.
+        axes: The table of axes.
         others: Sizes of further axes, by name; an axis that is not named has one rank.
 
     Raises:
-        TypeError: An axis that the table does not have.
+        TypeError: The table does not have one of the axes.
     """
 
     __slots__ = ("_axes", "_sizes")
@@ -52,29 +52,29 @@ class MeshShape(Mapping[str, int]):
 
     @property
     def data(self) -> int:
-        """Data ranks: each has its own sequences and pages."""
+        """Number of data ranks, each with its own sequences and pages."""
         return self[DATA]
 
     @property
     def model(self) -> int:
-        """Model ranks: each has a part of every layer."""
+        """Number of model ranks, each with a part of every layer."""
         return self[MODEL]
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return math.prod(self.values())
 
     def resized(self, axis: str, size: int) -> MeshShape:
-        """The same mesh but for the size of one axis."""
+        """The shape with another size of one axis."""
         return MeshShape(axes=self._axes, **{**self, axis: size})
 
 
 def parse_mesh(text: str, axes: tuple[MeshAxis, ...] = MESH_AXES) -> dict[str, int]:
-    """Reads ``data=2,model=4``; axes may be missing.
+    """The sizes of axes from a text such as ``data=2,model=4``, which need not name all axes.
 
     Raises:
-        ConfigError: Anything else: an axis unknown or twice, a number that is none or below 1.
+        ConfigError: The text has another form, names an axis that is unknown or named twice, or gives a size that is not a whole number ``>= 1``.
     """
     names = axis_names(axes)
     sizes: dict[str, int] = {}
@@ -91,16 +91,16 @@ def parse_mesh(text: str, axes: tuple[MeshAxis, ...] = MESH_AXES) -> dict[str, i
 
 
 def configured_sizes(config: MeshConfig, axes: tuple[MeshAxis, ...] = MESH_AXES) -> dict[str, int]:
-    """The sizes of axes that a configuration gives; those that it leaves open are missing."""
+    """The sizes of the axes that a configuration sets; axes that it leaves open are missing."""
     return {name: size for name in axis_names(axes) if (size := getattr(config, name)) is not None}
 
 
 def complete_mesh(sizes: Mapping[str, int], num_devices: int, axes: tuple[MeshAxis, ...] = MESH_AXES) -> MeshShape:
-    """The mesh of which some sizes are given.
+    """The shape of a mesh for which some sizes are given.
 
     Args:
-        sizes: Axis -> size, as :func:`parse_mesh` and :func:`configured_sizes` give them.
-        num_devices: What the axis that takes the rest may fill. The mesh may be larger, where the sizes ask for more.
+        sizes: The given sizes by axis, from :func:`parse_mesh` or :func:`configured_sizes`.
+        num_devices: Number of devices that the axis that takes the rest may fill. The mesh is larger if the given sizes ask for more.
         axes: The table of axes.
     """
     rest = max(1, num_devices // math.prod(sizes.values()))
@@ -109,10 +109,10 @@ def complete_mesh(sizes: Mapping[str, int], num_devices: int, axes: tuple[MeshAx
 
 
 def choose_mesh_shape(config: MeshConfig, num_devices: int, *, is_cpu: bool, axes: tuple[MeshAxis, ...] = MESH_AXES) -> MeshShape:
-    """The mesh that a configuration asks for on this machine. On a CPU no axis takes devices that are not asked for.
+    """The shape of the mesh that a configuration asks for on this machine. On a CPU, axes whose size is not given have one rank.
 
     Raises:
-        ConfigError: It needs more devices than there are.
+        ConfigError: The mesh needs more devices than there are.
     """
     shape = complete_mesh(configured_sizes(config, axes), 1 if is_cpu else num_devices, axes)
     if shape.size > num_devices:

@@ -1,4 +1,4 @@
-"""What a client asks for and what it gets back, as plain data. No tokenizer, no transport, no jax."""
+"""Requests and their outputs as plain data. Imports no tokenizer, no transport and no jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when they end. Field names are those of the OpenAI and vLLM APIs.
+    """The sampling parameters of a request: how its tokens are chosen and what ends them. Field names are those of the OpenAI and vLLM APIs.
 
     The order of operations is: temperature, then top-k, then top-p, then min-p, each on what the one before left.
     Randomness is a function of ``seed`` and the token's position alone.
@@ -34,9 +34,9 @@ class SamplingParams:
         top_p: Keep the smallest set of most likely tokens whose probability reaches ``top_p``; in ``(0, 1]``.
         min_p: Drop tokens less likely than ``min_p`` times the most likely one; in ``[0, 1]``.
         seed: ``None`` draws a fresh seed for the request; else in ``[-2**63, 2**63)``.
-        max_tokens: Most tokens to generate, ``>= 1``; ``None`` means up to the context length.
+        max_tokens: Largest number of tokens to generate, ``>= 1``; ``None`` means up to the context length.
         stop: Texts that end the generation where they first appear in the generated text.
-        stop_token_ids: Token ids that end the generation, beside the model's own EOS ids.
+        stop_token_ids: Token ids that end the generation, in addition to the model's own end-of-sequence (EOS) ids.
         include_stop_str_in_output: Keep the matched stop text in the output.
         ignore_eos: Go on past the model's EOS ids (``stop_token_ids`` still end it).
         skip_special_tokens: Leave special tokens out of the text.
@@ -78,16 +78,17 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
-    """How a request is to be treated, whatever its tokens.
+    """The options of a request that do not concern its tokens: how it is scheduled, cached, accounted and traced.
 
     Args:
-        cache_salt: Shares the prefix cache only with requests of the same salt; ``None`` with all that have none.
-        session_id: Keeps what the request leaves in the prefix cache for longer, for the next turn.
-        priority: Smaller runs first, where ``scheduler.order`` is ``priority``; in ``[-MAX_PRIORITY, MAX_PRIORITY]``.
-        deadline_ms: Time from arrival after which the answer is worth nothing: the request is ended then, or refused if it can be foreseen; ``>= 1``.
-        tenant: On whose account it runs; set by the server from the API key.
-        traceparent: The caller's span, as W3C Trace Context writes it; set by the server from the header.
-        detokenize: Whether the engine makes the text and looks for stop strings in it; set by the server. Else outputs have tokens only, and whoever makes
+        cache_salt: The request shares the prefix cache only with requests of the same salt; ``None`` shares it with all that have none.
+        session_id: If given, the pages that the request leaves in the prefix cache are kept longer, for the next turn of a conversation.
+        priority: Smaller runs first, if ``scheduler.order`` is ``priority``; in ``[-MAX_PRIORITY, MAX_PRIORITY]``.
+        deadline_ms: Time from arrival, in milliseconds, after which the answer is of no use, ``>= 1``. The request is ended then, or refused at once if it is
+            expected to wait longer.
+        tenant: Name of the tenant on whose account it runs; set by the server from the API key.
+        traceparent: The caller's span in the form of W3C Trace Context; set by the server from the header.
+        detokenize: Whether the engine makes the text and looks for stop strings in it; set by the server. If not, outputs have tokens only, and the maker of
             the text tells the engine when a stop string has ended it.
 
     Raises:
@@ -118,14 +119,14 @@ class RequestOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt to continue, already tokenised and validated.
+    """A request to continue one prompt, already tokenised and validated.
 
     Args:
-        request_id: Unique among the requests in flight.
-        prompt_token_ids: At least one id, each in ``[0, V)``.
-        params: See :class:`SamplingParams`.
-        options: See :class:`RequestOptions`.
-        arrival_s: ``time.monotonic()`` at the door, in seconds.
+        request_id: Id that no other request in flight has.
+        prompt_token_ids: Token ids of the prompt: at least one, each in ``[0, V)``.
+        params: How its tokens are chosen and what ends them.
+        options: How it is treated otherwise.
+        arrival_s: Time of its arrival, by ``time.monotonic()``, in seconds.
     """
 
     request_id: str
@@ -137,12 +138,12 @@ class Request:
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # never changed; not frozen, for a frozen one takes three times as long to make, and each token makes one
 class Usage:
-    """Token counts of one request.
+    """The token counts of one request.
 
     Args:
-        prompt_tokens: Of the prompt.
-        completion_tokens: Every generated token, a final EOS or stop id included.
-        cached_tokens: Those of the prompt that a prefix cache held when the request was first admitted.
+        prompt_tokens: Number of tokens of the prompt.
+        completion_tokens: Number of generated tokens, including a final EOS or stop id.
+        cached_tokens: Number of prompt tokens that a prefix cache held when the request was first admitted.
     """
 
     prompt_tokens: int
@@ -156,16 +157,16 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTimes:
-    """When things happened to one request, all by the engine's clock, in seconds.
+    """The times of the events in one request's life, all by the engine's clock, in seconds.
 
     Args:
-        arrival_s: At the door.
-        scheduled_s: Its first step began; ``None`` if it never ran.
-        first_token_s: Its first generated token was there; ``None`` if there was none.
-        last_token_s: Its last generated token was there.
-        finished_s: It ended.
-        num_gaps: Times that it stood still between two tokens because its client read too slowly.
-        gaps_s: Time between these tokens.
+        arrival_s: Time of its arrival.
+        scheduled_s: Time at which its first step was scheduled; ``None`` if it never ran.
+        first_token_s: Time at which its first generated token was there; ``None`` if there was none.
+        last_token_s: Time at which its last generated token was there; ``None`` if there was none.
+        finished_s: Time of its end.
+        num_gaps: Number of gaps: intervals between two tokens in which the request was paused because its client read too slowly.
+        gaps_s: Sum of these intervals.
     """
 
     arrival_s: float
@@ -178,17 +179,17 @@ class RequestTimes:
 
     @property
     def decode_s(self) -> float | None:
-        """From the first token to the last, without gaps; ``None`` if there was no token."""
+        """Time from the first token to the last, without gaps; ``None`` if there was no token."""
         return None if self.first_token_s is None or self.last_token_s is None else self.last_token_s - self.first_token_s - self.gaps_s
 
     def per_token_s(self, num_tokens: int) -> float | None:
-        """TPOT: the same, divided by the tokens that came after another.
+        """The mean time between two consecutive tokens, gaps aside (TPOT).
 
         Args:
-            num_tokens: Generated in all.
+            num_tokens: Number of generated tokens.
 
         Returns:
-            ``None`` if none came after another, gaps aside.
+            ``decode_s`` divided by the number of intervals between tokens; ``None`` if there is no interval.
         """
         decode_s, num_intervals = self.decode_s, num_tokens - 1 - self.num_gaps
         return None if decode_s is None or num_intervals < 1 else decode_s / num_intervals
@@ -196,18 +197,18 @@ class RequestTimes:
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # likewise
 class RequestOutput:
-    """What one step added to one request. The concatenation of all ``text`` is the whole text, of all ``token_ids`` the whole output.
+    """The output that one step added to one request. All ``text`` concatenated is the whole text, and all ``token_ids`` concatenated are all generated ids.
 
     Args:
-        request_id: The request this belongs to.
+        request_id: Id of the request that this belongs to.
         token_ids: New generated ids; empty when only held-back text is released.
         text: New text. Text that may yet turn out to be a stop string or half a character is held back.
         finish_reason: ``None`` while running. Exactly one output of a request has a reason, and it is the last one.
         stop_reason: The stop string or stop token id that ended it; ``None`` for EOS, length and others.
-        usage: Counts so far.
-        error: For ``finish_reason == "error"``: what went wrong; ``errors.from_data`` gives what its client is to get.
-        times: With the last output of a request that the engine took.
-        degraded_max_tokens: The limit that the server put on it under load, in place of a larger one.
+        usage: Token counts so far.
+        error: What went wrong, if the finish reason is "error"; ``errors.from_data`` turns it into the error for the client.
+        times: Times of the request, in the last output of a request that the engine queued; else ``None``.
+        degraded_max_tokens: Limit of generated tokens that the server imposed under load in place of a larger one; ``None`` if it did not.
     """
 
     request_id: str
@@ -222,7 +223,7 @@ class RequestOutput:
 
 
 def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Several outputs of one request in a row, at least one, as the one that they add up to."""
+    """One output that stands for several consecutive outputs of one request, at least one."""
     if len(outputs) == 1:
         return outputs[0]
     token_ids = tuple(token_id for output in outputs for token_id in output.token_ids)
@@ -230,13 +231,13 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 
 def ended_output(request: Request, num_tokens: int, reason: FinishReason, error: ErrorData | None) -> RequestOutput:
-    """The last output of a request that the engine has not taken, or cannot end any more.
+    """The last output of a request that the engine has refused, or can no longer end itself.
 
     Args:
         request: The request.
-        num_tokens: Generated so far.
+        num_tokens: Number of tokens generated so far.
         reason: Why it ends.
-        error: What went wrong, if something did.
+        error: What went wrong, if the reason is "error".
     """
     usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
     return RequestOutput(request_id=request.request_id, token_ids=(), text="", finish_reason=reason, stop_reason=None, usage=usage, error=error)

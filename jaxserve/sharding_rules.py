@@ -1,4 +1,4 @@
-"""What the sharding rules of a configuration mean on a mesh. Their one reader: shardings, checks, byte counts and plans ask it. Imports no jax."""
+"""The sharding rules of a configuration, applied to a mesh. All shardings, checks, byte counts and plans get them from here. Imports no jax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.config import ShardingConfig
 from jaxserve.mesh_shape import MeshShape
 
 LogicalAxes = Sequence[str | None]
-"""The logical axis of each dimension of an array; ``None`` for one that no rule names and that is never split."""
+"""The logical axis of each dimension of an array; ``None`` for a dimension that has no rule and is never split."""
 
 
 class Collision(NamedTuple):
@@ -31,11 +31,11 @@ class Misfit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """The sharding rules on a mesh.
+    """The sharding rules, applied to a mesh of some shape.
 
     Args:
-        config: The rules: each logical axis and the mesh axes that it is split over.
-        mesh: Sizes of the mesh's axes.
+        config: The rules: for each logical axis, the mesh axes that it is split over.
+        mesh: Shape of the mesh.
     """
 
     config: ShardingConfig
@@ -46,20 +46,20 @@ class ShardingRules:
         return () if logical is None else tuple(getattr(self.config, logical) or ())
 
     def num_parts(self, logical: str | None) -> int:
-        """Into how many parts a logical axis is split over all mesh axes together; 1 for ``None``."""
+        """The number of parts into which a logical axis is split by all mesh axes together; 1 for ``None``."""
         return math.prod(self.mesh[axis] for axis in self.mesh_axes(logical))
 
     def parts_over(self, logical: str | None, mesh_axis: str) -> int:
-        """Into how many parts one mesh axis splits a logical axis; 1 where the rule does not name it."""
+        """The number of parts into which one mesh axis splits a logical axis; 1 if the rule does not name it."""
         return self.mesh[mesh_axis] if mesh_axis in self.mesh_axes(logical) else 1
 
     @property
     def splits_anything(self) -> bool:
-        """Whether any logical axis has more than one part: on data ranks alone each has all of every parameter."""
+        """Whether any logical axis is split. If none is, every device has all parameters."""
         return any(self.num_parts(field.name) > 1 for field in dataclasses.fields(self.config))
 
     def collision(self, axes: LogicalAxes) -> Collision | None:
-        """The first mesh axis over which an array would be split twice, whatever its size."""
+        """The first case in which an array with these axes would be split twice over the same mesh axis, whatever its size; ``None`` if there is none."""
         split_by: dict[str, str] = {}
         for logical in filter(None, axes):
             for mesh_axis in self.mesh_axes(logical):
@@ -69,7 +69,7 @@ class ShardingRules:
         return None
 
     def misfit(self, shape: Sequence[int], axes: LogicalAxes) -> Misfit | None:
-        """The first dimension of an array that does not divide into its parts."""
+        """The first dimension of an array whose size does not divide into its parts; ``None`` if there is none."""
         for size, logical in zip(shape, axes, strict=True):
             if logical is not None and size % self.num_parts(logical):
                 return Misfit(logical, size)

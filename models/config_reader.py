@@ -1,4 +1,4 @@
-"""Strict reading of a model's config: every key is checked for type and range, and a key that nobody read is an error."""
+"""A strict reader of a model's config: every key is checked for type and range, and a key that nobody has read is an error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class ConfigReader:
     """A config mapping that remembers which of its keys were read. A null value counts as absent.
 
     Args:
-        config: Parsed JSON.
-        path: What to put before key names in messages: empty at the top, ``rope_scaling.`` in that section.
+        config: The parsed JSON.
+        path: Prefix of key names in messages: empty at the top, ``rope_scaling.`` in that section.
 
     Raises:
-        UnsupportedModelError: From every method, naming key, value and what is allowed.
+        UnsupportedModelError: The config is not a JSON object. Every method raises it too, for a value that is not allowed; the message names key and
+            value.
     """
 
     def __init__(self, config: object, path: str = "") -> None:
@@ -31,16 +32,16 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Whether the key is present and not null."""
         return self._config.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and null, for the few keys where that differs from absent."""
+        """Whether the key is present and null, for the few keys for which that differs from absent."""
         self._read.add(key)
         return key in self._config and self._config[key] is None
 
     def integer(self, key: str, *, low: int, high: int, default: Any = _REQUIRED) -> int:
-        """An integer in ``[low, high]``. ``default`` stands in for an absent key and may be ``None``, then the result is too."""
+        """The key's integer, in ``[low, high]``, or ``default`` (which may be ``None``) for an absent key."""
         value = self._get(key, default)
         if value is default:
             return value
@@ -49,7 +50,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, *, low: float, high: float, default: Any = _REQUIRED) -> float:
-        """A number in ``[low, high]``, or ``default`` for an absent key."""
+        """The key's number, in ``[low, high]``, or ``default`` for an absent key."""
         value = self._get(key, default)
         if value is default:
             return value
@@ -58,21 +59,21 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """The key's boolean, or ``default`` for an absent key."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "must be true or false")
         return value
 
     def choice(self, key: str, options: Mapping[str, T], *, default: Any = _REQUIRED) -> T:
-        """What ``options`` has for the key's value."""
+        """The item of ``options`` that the key's value names."""
         value = self._get(key, default)
         if not isinstance(value, str) or value not in options:
             raise self.error(key, f"is not supported; supported: {', '.join(options)}")
         return options[value]
 
     def strings(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings, or ``None`` for an absent key."""
+        """The key's list of strings, or ``None`` for an absent key."""
         value = self._get(key, None)
         if value is None:
             return None
@@ -81,7 +82,7 @@ class ConfigReader:
         return tuple(value)
 
     def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
-        """A token id, a list of them, or none at all."""
+        """The key's token ids, which are a single id or a list in the config; empty for an absent key."""
         value = self._get(key, ())
         ids = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab_size for item in ids):
@@ -89,28 +90,28 @@ class ConfigReader:
         return tuple(ids)
 
     def section(self, key: str) -> ConfigReader | None:
-        """The object under the key, to be read and finished by itself; ``None`` for an absent key."""
+        """A reader of the object under the key, which must be finished separately; ``None`` for an absent key."""
         value = self._get(key, None)
         return None if value is None else ConfigReader(value, f"{self._path}{key}.")
 
     def neutral(self, key: str, allowed: Iterable[Any]) -> None:
-        """Accepts the key at the values that change nothing."""
+        """Accepts the key if it is absent or has one of the ``allowed`` values, which change nothing."""
         value = self._get(key, None)
         if value is not None and not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
             raise self.error(key, f"changes the model and is not supported; supported: {', '.join(map(_show, allowed)) or 'null'}")
 
     def ignore(self, keys: Iterable[str]) -> None:
-        """Accepts these keys at any value."""
+        """Accepts these keys with any value."""
         self._read.update(keys)
 
     def finish(self) -> None:
-        """Refuses keys that nothing has read: they might change the maths."""
+        """Refuses keys that have not been read, since they might change the maths."""
         unread = [key for key in self._config if key not in self._read]
         if unread:
             raise self.error(unread[0], "is an attribute that jaxserve does not know, and it may change the model")
 
     def error(self, key: str, problem: str) -> UnsupportedModelError:
-        """An error about a key, with its value."""
+        """The error for a problem with a key; its message includes the key's value."""
         value = f" = {_show(self._config[key])}" if key in self._config else ""
         return UnsupportedModelError(f"model config: {self._path}{key}{value} {problem}")
 

@@ -1,4 +1,4 @@
-"""How long a sequence may be: what a configuration or a command asks for, held against what the model was made for. The one place that checks it."""
+"""The check of the longest sequence that a configuration or a command asks for against the model's limit. It is made here only."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from jaxserve.models.spec import ModelSpec
 
 
 def check_context_length(length: int | None, spec: ModelSpec, *, key: str, model: str) -> int:
-    """Checks a wanted context length, in tokens of prompt and output together.
+    """The context length to use, in tokens of prompt and output together.
 
     Args:
-        length: What is wanted; ``None`` takes the model's own limit.
-        spec: The model.
-        key: What the user set it with, such as ``model.max_model_len`` or ``--context``; for the message.
+        length: The wanted length; ``None`` takes the model's own limit.
+        spec: The model's specification.
+        key: Name of the setting that gave the length, such as ``model.max_model_len`` or ``--context``, for the message.
         model: The model's name, for the message.
 
     Returns:
         The length, or the model's limit for ``None``.
 
     Raises:
-        ConfigError: The length is below 2, a token of prompt and one of output, or more than the model was made for.
+        ConfigError: The length is below 2 (one token of prompt and one of output) or above the model's limit.
     """
     if length is None:
         return spec.max_position

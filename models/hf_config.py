@@ -1,4 +1,4 @@
-"""From a Hugging Face ``config.json`` to a :class:`ModelSpec`. What is read, what is known to change nothing, and nothing else."""
+"""The specification of a model from a Hugging Face ``config.json``. Keys are read, or known to change nothing; any other key is an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OLD_SAMPLING_DEFAULTS = {  # Today's home is generation_config.json.
     "num_return_sequences", "early_stopping", "length_penalty", "diversity_penalty", "output_scores", "return_dict_in_generate", "remove_invalid_values",
 }  # fmt: skip
 _WITHOUT_EFFECT = _BOOKKEEPING | _TRAINING | _CLASSIFICATION | _EXECUTION | _OTHER_TOKEN_IDS | _OLD_SAMPLING_DEFAULTS
-"""Keys that do not change what a decoder computes, at any value."""
+"""Keys that do not change what a decoder computes, whatever their value."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
@@ -44,11 +44,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (),
     "exponential_decay_length_penalty": (),
 }
-"""Known keys, and the values (beside null) at which they change nothing."""
+"""Keys that are accepted only with the values listed here (or null), with which they change nothing."""
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config describes, in the spelling of transformers 4 or 5.
+    """The specification of the model that a config describes, in the spelling of transformers 4 or 5.
 
     Raises:
         UnsupportedModelError: The architecture is not in the registry, a key is missing, has a wrong type or an impossible value,

@@ -1,4 +1,4 @@
-"""The decoder as Flax NNX modules: a layer with its two blocks, and what stands around the layers. Attention over the pool is the caller's.
+"""The decoder as Flax NNX modules: a layer with its two blocks, and the embedding, final norm and head around the layers. Attention is a given function.
 
 Products take operands in the model dtype and give float32; what follows a product (bias, norm, rotary embedding, activation) stays in float32
 and is rounded once. On CPU that is also the fast path: a bfloat16 result would convert whole weights (design notes, CPU facts).
@@ -24,7 +24,7 @@ from jaxserve.models.weight import Weight, bind
 
 
 class Attend(Protocol):
-    """Writes a layer's new keys and values into the pool and attends to what it then holds. Closes over the step's batch."""
+    """The interface of the function that writes a layer's new keys and values into the pool and computes attention over the pool. It knows the step's batch."""
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class Attend(Protocol):
             v_TKH: New values.
             pool: Keys and values of all layers.
             layer: Index of the layer.
-            window: How many tokens a token sees, itself included; ``NO_WINDOW`` sees all.
+            window: Number of tokens that a token sees, itself included; ``NO_WINDOW`` for all.
 
         Returns:
             The attention output and the pool with the new keys and values in it.
@@ -52,9 +52,9 @@ class Attend(Protocol):
 
 
 def rms_norm(x: Float[Array, "*batch D"], weight_D: Float[Array, "D"], *, eps: float, offset: float) -> Float32[Array, "*batch D"]:
-    """``x / sqrt(mean(x**2) + eps) * (offset + weight)`` over the last axis, in float32 throughout.
+    """The root mean square norm ``x / sqrt(mean(x**2) + eps) * (offset + weight)`` over the last axis, in float32 throughout.
 
-    Llama's reference rounds before it multiplies and Gemma's after: the same in float32, and rounding once loses less in bfloat16.
+    Llama's reference rounds before the multiplication and Gemma's after it. That is the same in float32, and rounding once loses less in bfloat16.
     """
     x = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(row_sum(jnp.square(x)) / x.shape[-1] + eps)
@@ -62,7 +62,7 @@ def rms_norm(x: Float[Array, "*batch D"], weight_D: Float[Array, "D"], *, eps: f
 
 
 def rotate(x_TXH: Float32[Array, "T *heads H"], cos_TR: Float32[Array, "T R"], sin_TR: Float32[Array, "T R"]) -> Float32[Array, "T *heads H"]:
-    """Rotary embedding in the rotate-half convention: dimension ``i`` pairs with ``i + H / 2``. R is ``H / 2``."""
+    """The rotary embedding of heads, in the rotate-half convention: dimension ``i`` is paired with ``i + H / 2``. R is ``H / 2``."""
     shape = (cos_TR.shape[0], *(1,) * (x_TXH.ndim - 2), cos_TR.shape[1])
     cos, sin = cos_TR.reshape(shape), sin_TR.reshape(shape)
     first, second = jnp.split(x_TXH, 2, axis=-1)
@@ -70,7 +70,7 @@ def rotate(x_TXH: Float32[Array, "T *heads H"], cos_TR: Float32[Array, "T R"], s
 
 
 def soft_cap(x: Float32[Array, "*shape"], cap: float | None) -> Float32[Array, "*shape"]:
-    """``cap * tanh(x / cap)``, or ``x`` where there is no cap."""
+    """The soft cap ``cap * tanh(x / cap)``; ``x`` itself if ``cap`` is ``None``."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
@@ -78,10 +78,10 @@ class GroupedQueryBlock(nnx.Module):
     """The computation of :class:`GroupedQueryAttention` in a layer.
 
     Args:
-        spec: The model.
+        spec: The model's specification.
         kind: The layer's kind of attention.
-        params: The layer's parameters by name, as ``weight.bind`` gives them; the block takes its own.
-        sum_dtype: In which the devices' parts of its output are summed.
+        params: The layer's parameters by name, from ``weight.bind``; the block takes its own.
+        sum_dtype: Dtype in which the devices' parts of the output are summed.
     """
 
     def __init__(self, spec: ModelSpec, kind: GroupedQueryAttention, params: Mapping[str, Any], *, sum_dtype: Any) -> None:
@@ -105,7 +105,7 @@ class GroupedQueryBlock(nnx.Module):
         layer: Int32[Array, ""] | int,
         window: Int32[Array, ""] | int,
     ) -> tuple[Float32[Array, "T D"], KVPool]:
-        """Attention of normed rows, and the pool with their keys and values in it."""
+        """The attention output of normed rows, and the pool with their keys and values in it."""
         q_TNH, k_TKH, v_TKH = self._queries_keys_values(x_TD, cos_TR, sin_TR)
         o_TNH, pool = attend(q_TNH, k_TKH, v_TKH, pool, layer, window)
         return self.o.apply(o_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1), self.o_bias, dtype=self.sum_dtype), pool
@@ -126,8 +126,8 @@ class GatedMlpBlock(nnx.Module):
 
     Args:
         kind: The layer's kind of MLP.
-        params: The layer's parameters by name, as ``weight.bind`` gives them; the block takes its own.
-        sum_dtype: In which the devices' parts of its output are summed.
+        params: The layer's parameters by name, from ``weight.bind``; the block takes its own.
+        sum_dtype: Dtype in which the devices' parts of the output are summed.
     """
 
     def __init__(self, kind: GatedMlp, params: Mapping[str, Any], *, sum_dtype: Any) -> None:
@@ -138,7 +138,7 @@ class GatedMlpBlock(nnx.Module):
         self.gate_up_bias, self.down_bias = params.get("gate_up_bias"), params.get("down_bias")
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float32[Array, "T D"]:
-        """The MLP of normed rows."""
+        """The MLP output of normed rows."""
         halves = jnp.split(self.gate_up.apply(x_TD, self.gate_up_bias), 2, axis=1)
         gate_TF, up_TF = (half.reshape(x_TD.shape[0], -1) for half in halves)
         gate_TF = jax.nn.silu(gate_TF) if self.kind.activation == "silu" else jax.nn.gelu(gate_TF, approximate=True)
@@ -146,19 +146,19 @@ class GatedMlpBlock(nnx.Module):
 
 
 ATTENTION_BLOCKS = {GroupedQueryAttention: GroupedQueryBlock}
-"""The computation of each kind of attention."""
+"""The block that computes each kind of attention."""
 MLP_BLOCKS = {GatedMlp: GatedMlpBlock}
-"""The computation of each kind of MLP."""
+"""The block that computes each kind of MLP."""
 
 
 class DecoderLayer(nnx.Module):
     """One layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; Gemma norms each block's output too.
 
     Args:
-        spec: The model.
+        spec: The model's specification.
         kind: The layer's kind.
-        values: The layer's parameters by name, as ``build_params`` has them.
-        dtype: Of the model.
+        values: The layer's parameters by name, from ``build_params``.
+        dtype: The model's dtype.
         is_split: Whether the parameters are split over several devices.
     """
 
@@ -187,7 +187,7 @@ class DecoderLayer(nnx.Module):
         layer: Int32[Array, ""] | int,
         window: Int32[Array, ""] | int,
     ) -> tuple[Float[Array, "T D"], KVPool]:
-        """The residual stream after this layer, in the dtype it came in, and the pool."""
+        """The residual stream after this layer, in the dtype of ``x_TD``, and the pool with the layer's new keys and values."""
         spec, dtype = self.spec, x_TD.dtype
         o_TD, pool = self.attention(_norm(spec, x_TD, self.input_norm).astype(dtype), cos_TR, sin_TR, pool, attend, layer, window)
         if spec.post_norms:
@@ -200,11 +200,11 @@ class DecoderLayer(nnx.Module):
 
 
 class Stem(nnx.Module):
-    """What stands around the layers: embedding, final norm, output head.
+    """The modules around the layers: embedding, final norm and output head.
 
     Args:
-        spec: The model.
-        values: The parameters that are not a layer's, as ``build_params`` has them.
+        spec: The model's specification.
+        values: The parameters that belong to no layer, from ``build_params``.
         is_split: Whether the parameters are split over several devices.
     """
 
@@ -218,7 +218,7 @@ class Stem(nnx.Module):
             setattr(self, name, param)
 
     def embeddings(self, token_ids_T: Int32[Array, "T"]) -> Float[Array, "T D"]:
-        """Scaled embeddings in the model dtype. Ids out of range are clipped; the engine lets none in."""
+        """The scaled embeddings in the model's dtype. Ids out of range are clipped; the engine accepts none."""
         x_TD = self.embed.rows(token_ids_T)
         if self.spec.embedding_scale == 1.0:
             return x_TD
@@ -226,11 +226,11 @@ class Stem(nnx.Module):
         return x_TD * scale
 
     def final(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """The normed residual stream that the head reads."""
+        """The residual stream after the final norm, which the head reads."""
         return _norm(self.spec, x_TD, self.final_norm).astype(x_TD.dtype)
 
     def logits(self, x_BD: Float[Array, "B D"]) -> Float32[Array, "B V"]:
-        """Output logits, soft-capped where the model does."""
+        """The output logits, with a soft cap if the model has one."""
         head: Weight = getattr(self, head_path(self.spec))
         return soft_cap(head.apply(x_BD), self.spec.final_soft_cap)
 
@@ -240,7 +240,7 @@ def _norm(spec: ModelSpec, x: Array, weight: nnx.Param[Array]) -> Float32[Array,
 
 
 def rope_tables(spec: ModelSpec, positions_T: Int32[Array, "T"]) -> tuple[Float32[Array, "C T R"], Float32[Array, "C T R"]]:
-    """Cosines and sines of every kind of rotary embedding (C kinds) at the given positions, for all layers of a forward."""
+    """The cosines and sines of every kind of rotary embedding (C kinds) at the given positions, for all layers."""
     inv_freq_CR = jnp.asarray([rope.inv_freq for rope in spec.ropes], jnp.float32)
     factor_C11 = jnp.asarray([rope.attention_factor for rope in spec.ropes], jnp.float32)[:, None, None]
     angles_CTR = positions_T.astype(jnp.float32)[None, :, None] * inv_freq_CR[:, None, :]

@@ -1,4 +1,4 @@
-"""The kinds of MLP, as plain numbers: what a layer of a kind has for parameters. How it is computed is in ``models/layers.py``. No arrays here."""
+"""The kinds of MLP, described by plain numbers: the parameters of a layer. The computation is in ``models/layers.py``. No arrays here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NAME = "model.layers.{layer}.mlp."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedMlp:
-    """``down(activation(gate(x)) * up(x))``.
+    """The gated MLP ``down(activation(gate(x)) * up(x))``.
 
     Args:
-        width: F.
-        activation: Of the gate.
+        width: F, the width of the MLP.
+        activation: Activation function of the gate.
         bias: Whether the three projections have biases.
     """
 
@@ -25,7 +25,7 @@ class GatedMlp:
     bias: bool = False
 
     def params(self, width: int) -> dict[str, ParamSpec]:
-        """The parameters of a layer, by name, for a residual stream of ``width`` D."""
+        """The parameters of a layer, by name, for a residual stream of width D, here ``width``."""
         D, F = width, self.width
         halves = {"gate": slice(0, 1), "up": slice(1, 2)}
 
@@ -45,4 +45,4 @@ class GatedMlp:
 
 
 MlpKind = GatedMlp
-"""Every kind there is: a second one joins with ``|``, and with a row in ``models.layers.MLP_BLOCKS``."""
+"""Every kind of MLP. A new kind is added here with ``|``, and in ``models.layers.MLP_BLOCKS``."""

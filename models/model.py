@@ -1,4 +1,4 @@
-"""A decoder as pure functions over a plain tree of parameters. NNX modules are put together here while tracing; jit never sees one."""
+"""The model: a decoder as pure functions over a plain tree of parameters. NNX modules exist only while tracing; jit never gets one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.models.sharding import param_sharding
 from jaxserve.models.spec import LayerKind, ModelSpec, Stack
 
 _Slice = tuple[Mapping[str, Any], Array, Array, Array]
-"""What a scan gives its body for one place of a unit: a layer's parameters, its index, its window and its kind of rotary embedding."""
+"""One layer's slice in a scan: its parameters, index, window and kind of rotary embedding."""
 
 _SPREAD = 0.1
 """Standard deviation of random norm weights (about their neutral value) and biases."""
@@ -29,12 +29,12 @@ _SPREAD = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder without its parameters: cheap, hashable, no arrays. Made by :func:`build_model`.
+    """A decoder without its parameters, which is hashable and holds no arrays. Made by :func:`build_model`.
 
     Args:
-        spec: What the decoder is.
-        dtype: Of parameters and of the residual stream.
-        layers: ``scan`` runs one compiled body a group of layers over stacked parameters, ``unroll`` runs each layer with its own.
+        spec: The decoder's specification.
+        dtype: Dtype of the parameters and of the residual stream.
+        layers: Form of the layers: ``scan`` runs one compiled body for each group of layers over stacked parameters, ``unroll`` runs each layer with its own.
         is_split: Whether the parameters are split over several devices, which sum up their parts of each block in ``dtype``.
     """
 
@@ -52,12 +52,12 @@ class Model:
         return build_params(self.spec, self.layers, make)
 
     def random_params(self, seed: int, layout: Layout | None = None, *, randomize_all: bool = False) -> Params:
-        """Random parameters: the same values for both forms of the layers, on any layout, and with KV heads repeated or not.
+        """Random parameters. Their values are the same for both forms of the layers, on any layout, and with or without repeated KV heads.
 
         Args:
-            seed: Any integer ``>= 0``.
-            layout: How they are split over devices; ``None`` puts them on jax's default device. The host holds one whole parameter at a time.
-            randomize_all: Also norms and biases, which are otherwise at their neutral values.
+            seed: Seed, any integer ``>= 0``.
+            layout: Layout by which they are split over devices; ``None`` puts them on jax's default device. The host holds one whole parameter at a time.
+            randomize_all: Whether norms and biases are random too; otherwise they have their neutral values.
         """
         once = param_specs(unrepeated(self.spec))
 
@@ -83,17 +83,17 @@ class Model:
     def forward(
         self, params: Params, token_ids_T: Int32[Array, "T"], positions_T: Int32[Array, "T"], pool: KVPool, attend: Attend
     ) -> tuple[Float[Array, "T D"], KVPool]:
-        """Runs the layers over packed tokens. Pure; call it under jit.
+        """The residual stream after all layers and the final norm, for packed tokens. A pure function to be called under jit.
 
         Args:
-            params: As :meth:`abstract_params` lays them out.
-            token_ids_T: Tokens of all sequences on one axis; padding may hold any id in range. Use two rows or more: one takes another path on CPU.
+            params: The parameters, in the form of :meth:`abstract_params`.
+            token_ids_T: Tokens of all sequences on one axis; padding may hold any id in range. T should be 2 or more, because one row takes a slow path on CPU.
             positions_T: Position of each token in its sequence.
-            pool: Keys and values of all layers; handed to ``attend`` layer by layer.
-            attend: Attention over the step's batch.
+            pool: Keys and values of all layers, which ``attend`` reads and updates layer by layer.
+            attend: Computes attention over the step's batch.
 
         Returns:
-            The final-normed residual stream in the model dtype, for :meth:`logits`, and the pool.
+            The residual stream after the final norm, in the model's dtype, for :meth:`logits`; and the pool.
         """
         stem = self._stem(params)
         x_TD = stem.embeddings(token_ids_T)
@@ -123,16 +123,16 @@ class Model:
         return stem.final(x_TD), pool
 
     def logits(self, params: Params, x_BD: Float[Array, "B D"]) -> Float32[Array, "B V"]:
-        """Output logits of rows of :meth:`forward`'s result, in float32, the final soft cap applied."""
+        """The output logits of rows of :meth:`forward`'s result, in float32, after the final soft cap if the model has one."""
         return self._stem(params).logits(x_BD)
 
     def _numbers(self, layer: int) -> tuple[int, int]:
-        """Window and kind of rotary embedding of a layer."""
+        """The window and the kind of rotary embedding of a layer."""
         numbers = self.spec.layers[layer]
         return NO_WINDOW if numbers.window is None else numbers.window, numbers.rope
 
     def _stacked_numbers(self, layers: range) -> tuple[Array, Array, Array]:
-        """Index, window and kind of rotary embedding of each layer of a stack."""
+        """The index, window and kind of rotary embedding of each layer of a stack."""
         rows = [(layer, *self._numbers(layer)) for layer in layers]
         indices, windows, ropes = (jnp.asarray(column, jnp.int32) for column in zip(*rows, strict=True))
         return indices, windows, ropes
@@ -142,11 +142,11 @@ class Model:
 
 
 def build_model(spec: ModelSpec, *, dtype: Any, layers: LayersForm, is_split: bool = False) -> Model:
-    """The model of a spec.
+    """The model of a specification.
 
     Args:
-        spec: What the decoder is.
-        dtype: Of parameters and residual stream: anything that numpy takes for a dtype, such as ``"bfloat16"``.
+        spec: The decoder's specification.
+        dtype: Dtype of the parameters and the residual stream, in any form that numpy accepts, such as ``"bfloat16"``.
         layers: Form of the layers and of their parameters.
         is_split: Whether the parameters will be split over several devices, which then sum up their parts of each block in ``dtype``.
     """
@@ -161,12 +161,12 @@ def _random(rng: np.random.Generator, param: ParamSpec, randomize_all: bool) -> 
 
 
 def _repeat_heads(values: np.ndarray, param: ParamSpec, repeated: ParamSpec) -> np.ndarray:
-    """One layer's parameter of the :func:`unrepeated` model as the model with repeated KV heads has it.
+    """One layer's parameter for the model with repeated KV heads, from that of the :func:`unrepeated` model.
 
     Args:
-        values: As ``param`` declares them.
-        param: Declaration in the unrepeated model.
-        repeated: Declaration of the same parameter in the other.
+        values: The values in the unrepeated model.
+        param: Declaration of the parameter in the unrepeated model.
+        repeated: Declaration of the parameter in the model with repeated KV heads.
     """
     result = np.empty(repeated.shape, values.dtype)
     for piece, place in zip(param.pieces, repeated.pieces, strict=True):

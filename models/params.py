@@ -1,4 +1,4 @@
-"""The parameters of a whole model, by their paths: those of its layers, as their kinds declare them, and what stands around the layers.
+"""The parameters of a whole model by their paths: those of its layers, which their kinds declare, and those around the layers.
 
 Modules, abstract shapes, shardings, random weights and all loaders derive from :func:`param_specs`. No arrays here.
 """
@@ -14,19 +14,20 @@ from jaxserve.models.param_spec import Init, ParamSpec, Parts, vector, whole
 from jaxserve.models.spec import LayerKind, ModelSpec
 
 Params = dict[str, Any]
-"""A plain nested dict of arrays. A weight is a dict of its own, ``{"values": array}``; a vector is an array.
+"""The parameters of a model as a nested dict of arrays. A weight is a dict of its own, ``{"values": array}``; a vector is an array.
 
-``"layers"`` is a list of dicts by the parameters' names: of stacked arrays, one dict a stack of the spec, or of arrays of one layer, one dict a layer.
+``"layers"`` is a list of dicts by the parameters' names. In the form ``scan`` there is one dict of stacked arrays for each stack of the specification, in
+the form ``unroll`` one dict of arrays for each layer.
 """
 
 LayersForm = Literal["scan", "unroll"]
-"""``scan``: each per-layer parameter is one stacked array. ``unroll``: each layer has its own arrays."""
+"""The form of the layers' parameters. ``scan``: the layers of a stack share stacked arrays. ``unroll``: each layer has its own arrays."""
 
 
 def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
-    """Every parameter of the model by its path, ``embed``, ``layers.qkv``, …, in a fixed order.
+    """The declarations of all parameters of a model by path (``embed``, ``layers.qkv``, …), in a fixed order.
 
-    Where layers are of several stacks, their number is part of the path: ``layers.1.qkv``.
+    If the model has several stacks of layers, the stack's number is part of the path, as in ``layers.1.qkv``.
     """
     V, D = spec.vocab_size, spec.width
     table = ParamSpec(shape=(V, D), axes=("vocab", "width"), init="normal", pieces=whole("model.embed_tokens.weight", (V, D)), num_in_axes=1)
@@ -40,7 +41,7 @@ def param_specs(spec: ModelSpec) -> dict[str, ParamSpec]:
 
 
 def layer_params(spec: ModelSpec, kind: LayerKind) -> dict[str, ParamSpec]:
-    """The parameters of a layer of one kind by their names, which are the last part of their paths."""
+    """The declarations of the parameters of a layer of one kind, by their names, which are the last part of their paths."""
     D, init = spec.width, _norm_init(spec)
     layer = "model.layers.{layer}."
     params = {"input_norm": vector(layer + "input_layernorm.weight", D, init)} | kind.attention.params(D, init)
@@ -54,12 +55,12 @@ def layer_params(spec: ModelSpec, kind: LayerKind) -> dict[str, ParamSpec]:
 
 
 def build_params(spec: ModelSpec, layers: LayersForm, make: Callable[[str, ParamSpec, int | None], Any]) -> Params:
-    """A tree of the model's parameters, each leaf from ``make``.
+    """A tree of a model's parameters whose leaves come from ``make``.
 
     Args:
-        spec: The model.
-        layers: Form of the per-layer parameters.
-        make: Called with path, declaration and layer index; the index is ``None`` for a stacked parameter and for one that is not a layer's.
+        spec: The model's specification.
+        layers: Form of the layers' parameters.
+        make: Makes a leaf from a parameter's path, declaration and layer index. The index is ``None`` for a stacked parameter and for one of no layer.
     """
 
     def leaf(path: str, param: ParamSpec, layer: int | None = None) -> Any:
@@ -80,28 +81,28 @@ def build_params(spec: ModelSpec, layers: LayersForm, make: Callable[[str, Param
 
 
 def product_flops(spec: ModelSpec, parts: Parts | None = None) -> tuple[float, float]:
-    """FLOPs of products with weights on a device: for each token, and for each row whose logits are wanted.
+    """The FLOPs of products with weights on a device: for each token, and for each row whose logits are computed.
 
     Args:
-        spec: The model.
-        parts: Into how many parts the work along a logical axis is split; without it one device does all.
+        spec: The model's specification.
+        parts: Gives the number of parts into which the work along a logical axis is split; ``None`` if one device does all.
     """
     specs = param_specs(spec)
     return sum(param.flops(parts) for param in specs.values() if param.per_layer), specs[head_path(spec)].flops(parts)
 
 
 def head_path(spec: ModelSpec) -> str:
-    """The path of the weight that gives logits."""
+    """The path of the weight that gives the logits."""
     return "embed" if spec.tied else "head"
 
 
 def unrepeated(spec: ModelSpec) -> ModelSpec:
-    """The model with the KV heads of its checkpoint, each one once."""
+    """The specification of the model with the KV heads of its checkpoint, each of them once."""
     return spec.with_attention(num_kv_heads=spec.attention.num_kv_heads // spec.attention.kv_repeat, kv_repeat=1)
 
 
 class _DeclaredStack(NamedTuple):
-    """A stack's parameters by name, and the part of their paths before the name."""
+    """A stack's declared parameters by name, and the part of their paths before the name."""
 
     prefix: str
     layers: range

@@ -1,4 +1,4 @@
-"""Which architectures can be served: Hugging Face's name for each -> the family that reads its config."""
+"""The architectures that can be served: for each of Hugging Face's names, the family that reads its config."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ ARCHITECTURES: dict[str, Family] = {
 }
 
 MODEL_TYPES: dict[str, Family] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma3_text": gemma3}
-"""The same by ``model_type``, for configs that name no architecture."""
+"""The families by ``model_type``, for configs that name no architecture."""

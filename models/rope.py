@@ -1,4 +1,4 @@
-"""Rotary frequencies from a Hugging Face config: base, scaling rules, and the old and the new way to write them."""
+"""The frequencies of rotary embeddings from a Hugging Face config: base and scaling rules, in the old and the new spelling."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxserve.models.config_reader import ConfigReader
 from jaxserve.models.spec import RopeSpec
 
 MAX_POSITION = 2**28
-"""Longest context length that a config may state."""
+"""Largest context length that a config may state, in tokens."""
 
 
 def flat_rope(config: ConfigReader, *, head_dim: int, max_position: int) -> tuple[RopeSpec, int]:
-    """The one rotary embedding of a model whose layers share it, and the context length it allows.
+    """The rotary embedding of a model whose layers all share it, and the context length that it allows.
 
-    transformers 5 writes ``rope_parameters``; before it there were ``rope_theta`` and, where frequencies are scaled, ``rope_scaling``.
+    Configs of transformers 5 have ``rope_parameters``; older ones have ``rope_theta`` and, if frequencies are scaled, ``rope_scaling``.
     """
     return rope_spec(config, rope_section(config), theta=read_theta(config, default=10_000.0), head_dim=head_dim, max_position=max_position)
 
@@ -27,24 +27,24 @@ def read_theta(config: ConfigReader, *, default: float, key: str = "rope_theta")
 
 
 def rope_section(config: ConfigReader) -> ConfigReader | None:
-    """``rope_parameters`` or ``rope_scaling``, whichever is there."""
+    """The section ``rope_parameters`` or ``rope_scaling``, whichever the config has; ``None`` if it has neither. Both together are an error."""
     if config.has("rope_parameters") and config.has("rope_scaling"):
         raise config.error("rope_scaling", "is given beside rope_parameters; one of them is allowed")
     return config.section("rope_parameters") or config.section("rope_scaling")
 
 
 def rope_spec(config: ConfigReader, rope: ConfigReader | None, *, theta: float, head_dim: int, max_position: int) -> tuple[RopeSpec, int]:
-    """The frequencies of one kind of layer.
+    """The rotary embedding of one kind of layer, and the context length that it allows.
 
     Args:
-        config: The whole config; its ``partial_rotary_factor`` must be neutral.
-        rope: The section with the scaling rule; ``None`` has no rule.
-        theta: The base where the section gives none.
-        head_dim: H, even.
+        config: The whole config, whose ``partial_rotary_factor`` must be neutral.
+        rope: The section with the scaling rule; ``None`` if there is no rule.
+        theta: The base of the frequencies, if the section gives none.
+        head_dim: H, which is even.
         max_position: The config's context length.
 
     Returns:
-        The embedding and the context length: YaRN's rule extends ``original_max_position_embeddings`` by its factor, whatever the config says.
+        The embedding and the context length, which is the config's, or with YaRN's rule at least ``original_max_position_embeddings`` times its factor.
     """
     config.neutral("partial_rotary_factor", [1])
     if rope is None:
@@ -78,13 +78,13 @@ def _rope_type(rope: ConfigReader) -> str:
 
 
 def _inv_freq(theta: float, head_dim: int) -> np.ndarray:
-    """``theta ** (-2i / H)`` with float32 exponents and results, as models are trained: at long positions the last bit shows."""
+    """The inverse frequencies ``theta ** (-2i / H)``, with float32 exponents and results as in training, because at long positions the last bit matters."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return np.float32(1.0) / np.power(theta, exponents.astype(np.float64)).astype(np.float32)
 
 
 def _llama3(rope: ConfigReader, inv_freq: np.ndarray, max_position: int) -> np.ndarray:
-    """Long wavelengths are slowed by the factor, short ones kept, those between blended (Llama 3.1 model card)."""
+    """The inverse frequencies by Llama 3.1's rule (model card): long wavelengths are slowed by the factor, short ones kept, those between blended."""
     factor = _factor(rope, "factor")
     low, high = _factor(rope, "low_freq_factor"), _factor(rope, "high_freq_factor")
     original = rope.integer("original_max_position_embeddings", low=1, high=MAX_POSITION, default=max_position)
@@ -96,7 +96,10 @@ def _llama3(rope: ConfigReader, inv_freq: np.ndarray, max_position: int) -> np.n
 
 
 def _yarn(rope: ConfigReader, theta: float, head_dim: int, max_position: int) -> tuple[np.ndarray, float, int]:
-    """YaRN (arXiv 2309.00071): dimensions that turn often over the original context are kept, those that turn seldom interpolated."""
+    """The inverse frequencies, attention factor and context length by YaRN's rule (arXiv:2309.00071).
+
+    Dimensions that turn often over the original context are kept, those that turn seldom are interpolated.
+    """
     factor = _factor(rope, "factor")
     original = rope.integer("original_max_position_embeddings", low=1, high=MAX_POSITION, default=max_position)
     fast, slow = _factor(rope, "beta_fast", default=32.0), _factor(rope, "beta_slow", default=1.0)

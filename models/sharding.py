@@ -1,4 +1,4 @@
-"""How a model's parameters lie on a mesh, and whether they can: every rule is checked against every parameter before anything is allocated."""
+"""The shardings of a model's parameters on a mesh. Every rule is checked against every parameter before anything is allocated."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ _AXIS_NAMES = {"vocab": "vocabulary", "kv_heads": "number of KV heads", "mlp": "
 
 
 def param_shardings(spec: ModelSpec, layers: LayersForm, layout: Layout) -> Params:
-    """The sharding of every parameter, laid out as ``Model.abstract_params``."""
+    """The sharding of every parameter, in a tree like that of ``Model.abstract_params``."""
     return build_params(spec, layers, lambda _path, param, layer: param_sharding(param, layer, layout))
 
 
 def param_sharding(param: ParamSpec, layer: int | None, layout: Layout) -> NamedSharding:
-    """The sharding of one parameter; ``layer`` as ``build_params`` gives it. Layers are never split."""
+    """The sharding of one parameter. ``layer`` is the index that ``build_params`` gives. The axis of stacked layers is never split."""
     partition = layout.spec(param.axes)
     stacked = param.per_layer and layer is None
     return layout.sharding(PartitionSpec(None, *partition) if stacked else partition)
 
 
 def fit_kv_heads(spec: ModelSpec, rules: ShardingRules, *, replicate: bool) -> ModelSpec:
-    """The model with as many KV heads as the model ranks need: each one repeated where there are fewer than ranks and the configuration allows it.
+    """The specification with at least as many KV heads as model ranks that split them. If there are fewer heads than ranks, each head is repeated.
+
+    Args:
+        spec: The model's specification.
+        rules: The sharding rules on the mesh.
+        replicate: Whether heads may be repeated.
 
     Raises:
-        ConfigError: There are fewer, and repeating them is not allowed or does not come out even.
+        ConfigError: There are fewer heads than ranks, and repeating them is not allowed or does not come out even.
     """
     K, mesh, ranks = spec.attention.num_kv_heads, rules.mesh, rules.mesh.model
     fitted = _with_repeats(spec, rules)
@@ -56,11 +61,11 @@ def check_layout(spec: ModelSpec, rules: ShardingRules) -> None:
     """Checks that every parameter can be split as the rules say.
 
     Args:
-        spec: The model, its KV heads fitted already.
-        rules: What is split over which axes of the mesh.
+        spec: The model's specification, after :func:`fit_kv_heads`.
+        rules: The sharding rules on the mesh.
 
     Raises:
-        ConfigError: A parameter would be split twice over one mesh axis, or a dimension does not divide.
+        ConfigError: A parameter would be split twice over one mesh axis, or a dimension does not divide into its parts.
     """
     for path, param in param_specs(spec).items():
         if (collision := rules.collision(param.axes)) is not None:
@@ -79,7 +84,7 @@ def check_layout(spec: ModelSpec, rules: ShardingRules) -> None:
 
 
 def _first_misfit(spec: ModelSpec, rules: ShardingRules) -> tuple[str, Misfit] | None:
-    """The first parameter with a dimension that does not divide, by its path."""
+    """The path of the first parameter with a dimension that does not divide into its parts, and that dimension; ``None`` if there is none."""
     for path, param in param_specs(spec).items():
         if (misfit := rules.misfit(param.shape, param.axes)) is not None:
             return path, misfit
@@ -87,7 +92,7 @@ def _first_misfit(spec: ModelSpec, rules: ShardingRules) -> tuple[str, Misfit] |
 
 
 def _with_repeats(spec: ModelSpec, rules: ShardingRules) -> ModelSpec | None:
-    """The model with KV heads repeated as often as the model ranks need; ``None`` where that does not come out even."""
+    """The specification with KV heads repeated as often as the model ranks need; ``None`` if that does not come out even."""
     K, ranks = spec.attention.num_kv_heads, rules.parts_over("kv_heads", MODEL)
     if ranks <= K:
         return spec
@@ -97,7 +102,7 @@ def _with_repeats(spec: ModelSpec, rules: ShardingRules) -> ModelSpec | None:
 
 
 def _nearest(spec: ModelSpec, rules: ShardingRules, axis: str) -> str:
-    """The sizes of one mesh axis, next to the one that does not fit, at which everything does."""
+    """The end of a message: the nearest sizes of a mesh axis, below and above the one that does not fit, with which everything fits."""
     checkpoint = unrepeated(spec)
 
     def option(size: int) -> str | None:

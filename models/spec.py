@@ -1,4 +1,4 @@
-"""What a decoder is, as plain numbers: built by ``models/hf_config.py`` from a Hugging Face config, read by everything else. No arrays here."""
+"""The specification of a decoder in plain numbers. ``models/hf_config.py`` makes it from a Hugging Face config; everything else reads it. No arrays here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxserve.models.mlp_kind import MlpKind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding of one kind of layer.
+    """The rotary embedding of one kind of layer.
 
     Args:
-        inv_freq: ``H / 2`` inverse frequencies in radians a token, every scaling rule already applied.
-        attention_factor: Multiplies cos and sin (YaRN and LongRoPE; else 1).
+        inv_freq: The ``H / 2`` inverse frequencies in radians for each token, with every scaling rule applied.
+        attention_factor: Factor of cosines and sines (YaRN and LongRoPE; else 1).
     """
 
     inv_freq: tuple[float, ...]
@@ -24,24 +24,24 @@ class RopeSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What may differ from layer to layer of one kind. These are numbers, so the layers share one compiled body.
+    """The numbers that may differ between layers of one kind. Since they are only numbers, the layers share one compiled body.
 
     Args:
-        window: A token sees itself and the ``window - 1`` tokens before it; ``None`` sees all.
-        rope: Index into ``ModelSpec.ropes``.
+        window: Number of tokens that a token sees: itself and the ``window - 1`` tokens before it; ``None`` for all.
+        rope: Index of the rotary embedding in ``ModelSpec.ropes``.
     """
 
     window: int | None = None
     rope: int = 0
 
     def seen(self, context: float) -> float:
-        """How many tokens a token at the end of ``context`` tokens sees."""
+        """The number of tokens that a token at the end of ``context`` tokens sees."""
         return context if self.window is None else min(context, self.window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What decides the parameters and the computation of a layer: layers of one kind share a compiled body.
+    """The kind of a layer, which decides its parameters and its computation. Layers of one kind share a compiled body.
 
     Args:
         attention: The kind of its attention.
@@ -54,11 +54,11 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Consecutive layers that run as one loop, whose body is a unit of one layer or several, one after the other.
+    """A group of consecutive layers that run as one loop. The body of the loop, the unit, has one layer or several.
 
     Args:
         unit: The kind of each layer of the unit.
-        layers: One entry a layer, in order: a whole number of units.
+        layers: The layers in order, a whole number of units.
     """
 
     unit: tuple[LayerKind, ...]
@@ -75,10 +75,10 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The layers that stand at one place of a group's unit. They are of one kind, and a scan has their parameters as stacked arrays.
+    """The layers of a group that have the same place in its unit. They are of one kind, and in the form ``scan`` their parameters are stacked arrays.
 
     Args:
-        kind: Theirs.
+        kind: The kind of these layers.
         layers: Their indices in the model.
     """
 
@@ -88,23 +88,23 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer. Letters are those of ``jaxserve.dims``.
+    """The specification of a decoder-only transformer. Letters are those of ``jaxserve.dims``.
 
     Args:
-        family: Registry name of the family.
-        vocab_size: V, as the checkpoint has it.
-        width: D.
-        groups: The layers, in order. All have the same kind of attention: they share one page table and one pool.
+        family: Name of the family.
+        vocab_size: V, the size of the vocabulary in the checkpoint.
+        width: D, the width of the residual stream.
+        groups: The layers, in order. All have the same kind of attention, because they share one page table and one pool.
         max_position: The model's context length in tokens.
         norm_eps: Added to the mean square in every RMSNorm.
         ropes: The kinds of rotary embedding that layers refer to.
-        post_norms: A second RMSNorm on each block's output before the residual sum (Gemma).
-        norm_offset: Added to every norm weight (1 in Gemma, whose weights are stored minus one).
-        embedding_scale: Multiplies the embeddings; rounded to the model dtype first, as the original does.
+        post_norms: Whether each block's output gets a second RMSNorm before the residual sum (Gemma).
+        norm_offset: Number added to every norm weight (1 in Gemma, whose weights are stored minus one).
+        embedding_scale: Factor of the embeddings, rounded to the model's dtype first, as in the original.
         tied: Whether the output head is the embedding.
-        final_soft_cap: ``c * tanh(x / c)`` on output logits.
-        bos_token_id: Put before a prompt by the tokenizer, where the model has one.
-        eos_token_ids: Any of these ends a generation.
+        final_soft_cap: The c in ``c * tanh(x / c)``, which is applied to output logits; ``None`` for none.
+        bos_token_id: Id of the token that begins a sequence; ``None`` if the model has none.
+        eos_token_ids: Ids of the tokens that end a generation.
     """
 
     family: str
@@ -127,12 +127,12 @@ class ModelSpec:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """One entry a layer."""
+        """The layers of all groups, in order."""
         return tuple(layer for group in self.groups for layer in group.layers)
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return sum(len(group.layers) for group in self.groups)
 
     @property
@@ -152,7 +152,7 @@ class ModelSpec:
         return tuple(stacks)
 
     def with_attention(self, **changes: Any) -> ModelSpec:
-        """The same model with other fields of its kind of attention."""
+        """The specification with some fields of its kind of attention changed."""
         attention = dataclasses.replace(self.attention, **changes)
         groups = (dataclasses.replace(group, unit=tuple(dataclasses.replace(kind, attention=attention) for kind in group.unit)) for group in self.groups)
         return dataclasses.replace(self, groups=tuple(groups))

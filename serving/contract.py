@@ -1,5 +1,5 @@
-"""What the front ends need of an engine. ``AsyncEngine`` provides it in the engine's process, ``front_ends.RemoteEngine`` in another; the front ends themselves
-import neither of them nor jax.
+"""The interfaces of an engine that front ends need. ``AsyncEngine`` implements them in the engine's process, ``front_ends.remote_engine.RemoteEngine`` those
+that another process can have. The front ends themselves import neither of them nor jax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EngineState = Literal["starting", "ready", "draining", "dead"]
 
 
 class ServedTokenizer(Protocol):
-    """See ``jaxserve.tokenizer.Tokenizer``. Safe to call from several threads."""
+    """The interface of a tokenizer; see ``jaxserve.tokenizer.Tokenizer``. It may be called from several threads."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,7 +40,7 @@ class ServedTokenizer(Protocol):
 
 
 class ServedEngine(Protocol):
-    """See ``jaxserve.engine.async_engine.AsyncEngine``. All attributes but ``state`` exist only once the engine has been ready."""
+    """The interface of an engine; see ``jaxserve.engine.async_engine.AsyncEngine``. All attributes but ``state`` exist only once the engine has been ready."""
 
     @property
     def state(self) -> EngineState: ...
@@ -66,11 +66,11 @@ class ServedEngine(Protocol):
     def make_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
-        """All checks at the door.
+        """A request, checked as far as possible before it runs.
 
         Raises:
-            InvalidRequestError: Empty prompt, ids out of range.
-            ContextLengthError: Too long for the context or for the pool.
+            InvalidRequestError: The prompt is empty, or an id is out of range.
+            ContextLengthError: The request is too long for the context or for the pool.
         """
         ...
 
@@ -83,7 +83,10 @@ class ServedEngine(Protocol):
         ...
 
     async def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Ends a request, of a tenant if one is named, within one step and frees its pages. False when no such request is in flight.
+        """Ends a request within one step and frees its pages. If ``tenant`` is given, the request must belong to it.
+
+        Returns:
+            Whether such a request was in flight.
 
         Raises:
             EngineError: The engine does not answer.
@@ -99,7 +102,7 @@ class ServedEngine(Protocol):
         ...
 
     async def inspect(self) -> SchedulerView:
-        """What runs and who waits.
+        """A view of the running and waiting requests.
 
         Raises:
             EngineError: There is no engine, or it does not answer.
@@ -107,17 +110,17 @@ class ServedEngine(Protocol):
         ...
 
     def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
-        """Has the one listener told of each request that ends, once, with its last output."""
+        """Sets the one listener, which is called once for each request that ends, with its last output."""
         ...
 
     def start(self) -> None: ...
 
     async def wait_ready(self) -> None:
-        """Returns once requests are taken; raises what made the start fail."""
+        """Waits until requests are accepted. Raises whatever made the start fail."""
         ...
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new and returns when nothing is left in flight; after ``timeout_s`` the rest is aborted."""
+        """Refuses new requests and waits until none is in flight. After ``timeout_s`` seconds the rest is aborted."""
         ...
 
     def close(self) -> None: ...
@@ -127,7 +130,7 @@ class MeasuredEngine(ServedEngine, Protocol):
     """An engine in this process, whose counts can be read at once."""
 
     def stats(self) -> EngineStats:
-        """Counters and gauges. From any thread.
+        """The engine's counts. May be called from any thread.
 
         Raises:
             EngineNotReadyError: There is no engine yet.
@@ -135,12 +138,12 @@ class MeasuredEngine(ServedEngine, Protocol):
         ...
 
     def measurements(self) -> Measurements:
-        """Histograms; as ``stats``."""
+        """The engine's histograms. May be called from any thread, and raises as :meth:`stats` does."""
         ...
 
 
 class EngineThread(Protocol):
-    """See ``jaxserve.engine.clients.thread.EngineThread``."""
+    """The interface of the engine's thread; see ``jaxserve.engine.clients.thread.EngineThread``."""
 
     def attach(self, deliver: Callable[[Delivery], None], end_all: Callable[[FinishReason, ErrorData | None], None]) -> int: ...
 
@@ -152,7 +155,7 @@ class EngineThread(Protocol):
 
 
 class HostedEngine(MeasuredEngine, Protocol):
-    """An engine in this process that other processes serve."""
+    """An engine in this process that front ends in other processes serve."""
 
     @property
     def tokenizer(self) -> PortableTokenizer: ...

@@ -1,4 +1,4 @@
-"""One front end, HTTP and gRPC, on ports that are bound: from its start to its drained end. In the engine's process or in one of its own."""
+"""A front end for HTTP and gRPC on bound ports, from its start until it is drained. It runs in the engine's process or in one of its own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 STATE_POLL_S = 0.25
 KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection in their pools: the side that closes first should be theirs."""
+"""Seconds for which an idle connection is kept. It is longer than clients keep one in their pools, since the client should be the one that closes it."""
 LEAST_CLOSING_S = 2.0
-"""For answers that are finished but not yet read, where the drain has left no more time."""
+"""Least time, in seconds, that clients get at the end to read answers that are finished."""
 
 
 async def run_front_end(
@@ -36,12 +36,12 @@ async def run_front_end(
     """Starts the engine, answers until ``stop`` is set, then drains the engine and returns.
 
     Args:
-        app: Of the service.
-        service: Its engine is not started yet.
-        http_socket: Listens.
-        grpc_server: Bound; not started yet.
-        stop: Ends it.
-        on_ready: Called once the engine takes requests.
+        app: The HTTP application of the service.
+        service: The service, whose engine is not started yet.
+        http_socket: The listening HTTP socket.
+        grpc_server: The gRPC server, bound but not started; ``None`` for no gRPC.
+        stop: Event that ends the front end when it is set.
+        on_ready: Called once, when the engine accepts requests.
 
     Raises:
         Exception: What made the engine's start fail.
@@ -86,7 +86,7 @@ async def run_front_end(
 
 
 async def _follow_state(service: InferenceService, grpc_server: GrpcServer | None, on_ready: Callable[[], None]) -> None:
-    """Waits for the engine, says so, then keeps gRPC's health equal to its state."""
+    """Waits for the engine, calls ``on_ready``, then keeps gRPC's health equal to the engine's state."""
     engine = service.engine
     await engine.wait_ready()
     on_ready()
@@ -96,7 +96,7 @@ async def _follow_state(service: InferenceService, grpc_server: GrpcServer | Non
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn that leaves the signals to its process."""
+    """A uvicorn server that leaves the signals to its process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, for an asyncio program in the same process: streams, cancellation, start, drain and death. No transport here."""
+"""The engine for an asyncio program in the same process: it runs in a thread of its own and gives streams of outputs. Knows no transport."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ EngineState = Literal["starting", "ready", "draining", "dead"]
 class AsyncEngine:
     """Serves an :class:`Engine` to the coroutines of one event loop.
 
-    The engine's thread and the loop meet in two places only: commands go through a queue, on which an idle engine sleeps, and what comes of each step
-    comes back in one call to the loop, which deals it out to the streams. Every stream ends with an output that has a finish reason, also when the
-    engine dies.
+    The engine's thread and the loop meet in two places only: commands go through a queue, on which an idle engine sleeps, and the outputs of each step
+    come back in one call to the loop, which hands them to the streams. Every stream ends with an output that has a finish reason, even if the engine dies.
 
     Args:
         build: Makes the engine, warmed up; called in the engine's thread.
@@ -39,7 +38,7 @@ class AsyncEngine:
     Attributes:
         state: "starting" until the engine is built, then "ready"; "draining" from :meth:`drain` on; "dead" after a failed start, a failure that the
             engine could not contain, or :meth:`close`.
-        thread: The engine's, for other clients beside this one.
+        thread: The engine's thread, to which other clients can attach too.
     """
 
     def __init__(self, build: Callable[[], Engine]) -> None:
@@ -67,25 +66,25 @@ class AsyncEngine:
         """Waits until the engine is built.
 
         Raises:
-            JaxserveError: Why it could not be built; any other exception of the build likewise.
+            Exception: Whatever made the build fail, such as a :class:`JaxserveError`.
         """
         await asyncio.shield(asyncio.wrap_future(self.thread.started))
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new requests, and returns when those in flight have ended.
+        """Refuses new requests from now on, and waits until those in flight have ended.
 
         Args:
-            timeout_s: How long they may go on, in seconds; then they are aborted, each with a last output.
+            timeout_s: Seconds that they may go on; then they are aborted, each with a last output.
         """
         self._draining = True
         await self._streams.drain(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Aborts what is in flight and ends the thread; see :meth:`EngineThread.close`."""
+        """Aborts all requests in flight and ends the thread; see :meth:`EngineThread.close`."""
         self.thread.close(timeout_s)
 
     def fail(self, reason: str) -> None:
-        """Ends every stream with an error and answers nothing any more; see :meth:`EngineThread.fail`."""
+        """Ends every stream with an error and declares the engine dead; see :meth:`EngineThread.fail`."""
         self.thread.fail(reason)
 
     # -- Requests -----------------------------------------------------------------------------------------------------------------------------
@@ -93,21 +92,20 @@ class AsyncEngine:
     def make_request(
         self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
-        """As :meth:`Engine.make_request`; refuses at once what can be known to fail.
+        """A request, checked as far as possible before it runs; see :meth:`Engine.make_request`.
 
         Raises:
-            RequestError: The request itself is at fault.
+            RequestError: The request can never be served.
             EngineNotReadyError: The engine is starting or draining.
             EngineDeadError: The engine is dead.
         """
         return self._admitting().make_request(prompt_token_ids, params, request_id, options)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Runs a request and yields its outputs, the last with a finish reason. Outputs that wait for a slow consumer come as one. A request that the engine
-        does not take, or gives up, ends with an output that has an ``error``.
+        """Runs a request and yields its outputs; the last one has a finish reason. Outputs that wait for a slow consumer are joined into one.
 
-        When the consumer goes away (``aclose``, cancellation, or dropping the iterator), the request is aborted. It starts with the first
-        ``anext``, which also raises what is listed here.
+        If the engine refuses the request or gives it up, the last output has an ``error``. The request starts with the first ``anext``, which also raises the
+        errors listed here. When the consumer leaves (``aclose``, cancellation, or dropping the iterator), the request is aborted.
 
         Raises:
             InvalidRequestError: The request's id is in flight already.
@@ -117,17 +115,17 @@ class AsyncEngine:
         return self._streams.generate(request)
 
     async def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Asks for the end of a request; its stream gets a last output with reason "abort".
+        """Asks the engine to abort a request. Its stream gets a last output with finish reason "abort".
 
         Args:
-            request_id: Of the request.
-            tenant: Whose request it must be; ``None`` for anybody's.
+            request_id: Id of the request.
+            tenant: Tenant that the request must belong to; ``None`` for any.
 
         Returns:
             Whether such a request was in flight.
 
         Raises:
-            EngineError: The request is none of this event loop's, and the engine does not answer.
+            EngineError: The request does not belong to this event loop, and the engine does not answer.
         """
         if self.state in ("starting", "dead"):
             return False
@@ -135,7 +133,7 @@ class AsyncEngine:
         return await self._streams.abort(request_id, tenant)
 
     def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
-        """Has a listener told, on the event loop, of each request that ends; see :meth:`Streams.on_end`."""
+        """Sets the listener that is called, on the event loop, for each request that ends; see :meth:`Streams.on_end`."""
         self._streams.on_end(listener)
 
     # -- The engine's facts -------------------------------------------------------------------------------------------------------------------
@@ -169,11 +167,11 @@ class AsyncEngine:
         return self._built().stats().max_num_seqs
 
     async def fetch_stats(self) -> EngineStats:
-        """As :meth:`stats`."""
+        """The same counts as :meth:`stats`, for callers that must also work with an engine in another process."""
         return self.stats()
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's counts; they may be a step apart from each other.
+        """A snapshot of the engine's counts, which may be one step apart from each other.
 
         Raises:
             EngineNotReadyError: There is no engine yet.
@@ -181,7 +179,7 @@ class AsyncEngine:
         return self._built().stats()
 
     def measurements(self) -> Measurements:
-        """What the engine has measured; as current as :meth:`stats`.
+        """The engine's measurements since its start.
 
         Raises:
             EngineNotReadyError: There is no engine yet.
@@ -189,11 +187,11 @@ class AsyncEngine:
         return self._built().measurements()
 
     async def inspect(self) -> SchedulerView:
-        """What runs and who waits, between two steps.
+        """A view of the running and waiting requests, taken between two steps.
 
         Raises:
             EngineNotReadyError: There is no engine yet.
-            EngineError: A step has not ended for long, or the engine is dead.
+            EngineError: The current step takes too long, or the engine is dead.
         """
         self._built()
         if self.thread.is_dead:
@@ -214,7 +212,7 @@ class AsyncEngine:
         return self._built()
 
     def _open(self) -> None:
-        """Before a stream begins."""
+        """Checks that a stream may begin, and prepares for it."""
         self._loop = asyncio.get_running_loop()  # before the check: an engine that dies after it must find the loop, to end this stream
         self._streams.reader_buffer = self._admitting().reader_buffer
 

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that is ready to serve: find the model, load it, size the pool, compile. The one place where the pieces meet."""
+"""The building of an engine from a configuration: find and load the model, size the pool, compile. The one place where all pieces meet."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from jaxserve.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _CACHE_MAX_BYTES = 4 * 2**30
-"""Compiled programs kept on disk; the least recently used go first."""
+"""Largest size of jax's cache of compiled programs on disk; the least recently used are deleted first."""
 
 
 class Built(NamedTuple):
-    """The device half of an engine, ready, and the model that it runs."""
+    """The device half of an engine, ready to run steps, and the model that it runs."""
 
     runner: DeviceRunner
     model: Model
@@ -50,14 +50,14 @@ ONE_PROCESS = Processes()
 
 
 def build_engine(config: Config, processes: Processes = ONE_PROCESS, *, progress: Progress | None = None) -> Engine:
-    """Builds the engine that a configuration describes, compiled for every bucket.
+    """The engine that a configuration describes, compiled for every bucket unless ``engine.warmup`` is off.
 
     Call ``platform.choose_platform`` first.
 
     Args:
         config: The configuration.
-        processes: Of which this one leads.
-        progress: Told about downloads, loading and compiling.
+        processes: The engine's processes, of which this one leads.
+        progress: Called with the progress of downloads, loading and compiling.
 
     Raises:
         ConfigError: The configuration does not fit the model or the machine.
@@ -69,7 +69,7 @@ def build_engine(config: Config, processes: Processes = ONE_PROCESS, *, progress
 
 
 def build_runner(config: Config, processes: Processes = ONE_PROCESS, *, progress: Progress | None = None) -> Built:
-    """The device half of an engine: what every process builds. See :func:`build_engine`."""
+    """The device half of an engine, which every process builds; see :func:`build_engine`."""
     if config.engine.compilation_cache:
         _enable_compilation_cache()
     started = time.monotonic()
@@ -115,7 +115,7 @@ def build_runner(config: Config, processes: Processes = ONE_PROCESS, *, progress
 
 
 def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkpoint: Checkpoint, config: Config) -> Engine:
-    """The host half on a runner that is ready."""
+    """The engine on a runner that is ready: its host half, which only the leading process has."""
     name = config.server.served_model_name or checkpoint.name
     defaults = checkpoint.generation_defaults
     return Engine(
@@ -124,7 +124,7 @@ def make_engine(runner: DeviceRunner, tokenizer: Tokenizer, model: Model, checkp
 
 
 def overlaps(config: Config) -> bool:
-    """Whether steps overlap: as configured, else on accelerators. On a CPU the host's work and the step share the processors."""
+    """Whether steps overlap: as configured, else on accelerators only. On a CPU the host's work and the step share the processors."""
     return jax.default_backend() != "cpu" if config.engine.overlap is None else config.engine.overlap
 
 

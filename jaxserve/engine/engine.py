@@ -1,4 +1,4 @@
-"""The synchronous engine: requests in, steps, outputs out. One thread; ``async_engine`` puts it into one of its own."""
+"""The synchronous engine: it takes requests, runs steps and returns outputs. It runs on one thread; ``async_engine`` gives it a thread of its own."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_FAILED_STEPS = 3
-"""As many failed steps in a row mean that the device will not recover."""
+"""Number of failed steps in a row after which the engine gives the device up."""
 _CHECK_INTERVAL_S = 10.0
-"""Least time between two checks of the books: a check passes over all pages, and a request may come meanwhile."""
+"""Least time between two integrity checks, in seconds. A check looks at every page, and a request that arrives meanwhile has to wait for it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,32 +66,33 @@ class _Generation:
 class Engine:
     """Serves requests on one runner.
 
-    ``submit`` takes a request if the bounds of the configuration allow it, ``add`` in any case. Then ``step`` after ``step`` gives their outputs: each
-    launches the next step and collects the one that is due. With overlap that is the step before, so that the device runs while the host turns tokens into
-    outputs and prepares the step after; a request that ends by its tokens then takes a row of one step too many, whose token nobody sees.
+    ``submit`` queues a request if the limits of the configuration allow it; ``add`` queues it in any case. Each call of ``step`` then launches the next step
+    on the device, collects the results of the step that is due, and returns the outputs. With overlap, the step that is due is the previous one: the device
+    runs the new step while the host turns the previous step's tokens into outputs. A request that ends because of a token (a stop token or a stop string)
+    is then still part of one more step, and the token of that step is thrown away.
 
-    ``make_request``, ``stats`` and ``measurements`` may be called from any thread, all else from one.
+    ``make_request``, ``stats``, ``measurements`` and ``is_compiling`` may be used from any thread, everything else from one thread only.
 
     Args:
         runner: Runs the steps; warmed up.
-        tokenizer: Of the model.
-        spec: Of the model; gives the vocabulary, the longest context and EOS ids.
-        config: ``model.max_model_len``, ``scheduler``, ``cache`` and ``engine`` are read here.
-        model_name: What the model is called.
-        model_revision: The commit of its files, where one is known.
+        tokenizer: The model's tokenizer.
+        spec: The model's specification: its vocabulary size, longest context and end-of-sequence token ids.
+        config: The configuration. The engine reads its sections ``model``, ``scheduler``, ``cache``, ``engine`` and the tenants.
+        model_name: The model's name, for messages and answers.
+        model_revision: The commit of the model's files; ``None`` if it is not known.
         sampling_defaults: The model's own values for sampling fields that a request leaves out.
         overlap: Whether a step is launched while the one before it runs.
-        seed: Of the generator that gives a seed to each request without one; ``None`` for a fresh one.
-        clock: Gives the time in seconds, as ``Request.arrival_s`` has it.
+        seed: Seed of the generator that draws a seed for each request without one; ``None`` for an unpredictable one.
+        clock: Function that returns the time in seconds; ``Request.arrival_s`` is in the same clock.
 
     Attributes:
-        max_model_len: Most tokens of prompt and output together.
+        max_model_len: Largest number of tokens that prompt and output may have together.
         watchdog_s: See ``EngineConfig``.
         reader_buffer: See ``EngineConfig``.
 
     Raises:
-        ConfigError: Limits that contradict each other or the model.
-        ModelError: A sampling default out of its range.
+        ConfigError: The configured limits contradict each other or the model.
+        ModelError: A sampling default is out of its range.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Engine:
         self._open_books()
 
     def _open_books(self) -> None:
-        """Begins with no request in flight, all pages free, and nothing cached."""
+        """Starts from nothing: no request in flight, all pages free, and nothing cached."""
         config, runner = self._config, self._runner
         self._scheduler = Scheduler(
             runner.num_pages,
@@ -165,34 +166,37 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """What runs the steps, for its facts."""
+        """The runner that runs the steps, for those who ask for its sizes and counts."""
         return self._runner
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are in flight, or a step that was launched for them."""
+        """Whether a request is in flight, or a step whose results have not been collected."""
         return bool(self._generations) or self._pipeline.num_steps > 0
 
     @property
     def idle_s(self) -> float:
-        """How long ``step`` has nothing to do unless another method is called, in seconds; infinity for ever. Known after it had nothing to do."""
+        """Seconds for which ``step`` will have nothing to do unless another method is called first; infinity if there is no work to come.
+
+        The value is set by the last ``step`` or ``launch`` that found nothing to run; it is 0 while there is work.
+        """
         return max(0.0, self._idle_until_s - self._clock()) if self._generations else 0.0
 
     @property
     def slack_s(self) -> float:
-        """How long the next ``step`` can be put off, in seconds, and the device still goes from step to step: requests that come until then join it.
+        """Seconds by which the next ``step`` can be delayed without leaving the device idle. Requests that arrive during the delay can join that step.
 
-        Tell ``note_sleep`` what was made of it.
+        A caller that sleeps in this time reports it to ``note_sleep``.
         """
         return self._pipeline.slack_s
 
     def note_sleep(self, seconds: float) -> None:
-        """Notes that the caller slept in the slack: so long the host had nothing to do."""
+        """Records that the caller slept for ``seconds`` because of ``slack_s``; the measurements count it as time in which the host waited for the device."""
         self._pipeline.note_sleep(seconds)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether the step under way is compiling. May be asked from any thread."""
+        """Whether the runner is compiling a program at this moment. May be read from any thread."""
         return self._runner.is_compiling
 
     def make_request(
@@ -201,14 +205,14 @@ class Engine:
         """Checks everything about a request that can be known before it runs; see :class:`Door`.
 
         Args:
-            prompt_token_ids: The prompt.
-            params: How to continue it.
-            request_id: Unique among the requests in flight; ``None`` makes one.
-            options: How to treat it; ``None`` for nothing special.
+            prompt_token_ids: Token ids of the prompt.
+            params: Sampling parameters and limits of the output.
+            request_id: Id that no other request in flight has; ``None`` makes one.
+            options: How to treat the request; ``None`` for the defaults.
 
         Raises:
-            InvalidRequestError: Empty prompt, or ids, also to stop at, that are no integers in ``[0, V)``.
-            ContextLengthError: More tokens than the model's context or the page pool can hold.
+            InvalidRequestError: The prompt is empty, or an id in the prompt or among the stop tokens is not an integer in ``[0, V)``.
+            ContextLengthError: The request has more tokens than the model's context or the page pool can hold.
         """
         token_ids = self._door.check(prompt_token_ids, params)
         return Request(
@@ -220,14 +224,15 @@ class Engine:
         )
 
     def submit(self, request: Request) -> list[RequestOutput]:
-        """Queues a request that came through ``make_request``, if it may join. Queued ones may have to leave for it, by priority or by their tenant's share.
+        """Queues a request made by ``make_request``, if the limits allow it. Queued requests of lower priority, or of a tenant beyond its share, may be removed
+        to make room for it.
 
         Returns:
-            The last outputs of those.
+            The last output of each request that was removed.
 
         Raises:
-            InvalidRequestError: Its id is in flight already.
-            QuotaExceededError: Its tenant has used up what it may.
+            InvalidRequestError: A request with the same id is in flight already.
+            QuotaExceededError: The request's tenant has used up its quota.
             OverloadedError: The queue is full, or too long for the request's deadline.
         """
         self._check_id(request)
@@ -254,19 +259,19 @@ class Engine:
         return [self._refuse(lower, OverloadedError(message, retry_after_s=self._retry_after_s()), "shed") for lower in shed]
 
     def add(self, request: Request) -> None:
-        """Queues a request that came through ``make_request``, however many there are and however long it may wait.
+        """Queues a request made by ``make_request`` without applying the limits on queue length and waiting time.
 
         Raises:
-            InvalidRequestError: Its id is in flight already.
+            InvalidRequestError: A request with the same id is in flight already.
         """
         self._check_id(request)
         max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.params)
         self._time_limits.watch(self._queue(request, max_tokens, max_tokens), may_wait_for_ever=True)
 
     def pause(self, request_id: str) -> None:
-        """Stops a request until ``resume``: nobody reads its outputs. What it holds is free for others. Does nothing if it is not in flight.
+        """Stops a request until ``resume``, because its reader does not take its outputs. Its slot and pages become free for other requests.
 
-        After ``engine.reader_timeout_s`` it ends.
+        The request ends if it stays paused for ``engine.reader_timeout_s``. Does nothing if it is not in flight.
         """
         self._idle_until_s = 0.0
         generation = self._generations.get(request_id)
@@ -276,7 +281,7 @@ class Engine:
             self._scheduler.pause(generation.sequence)
 
     def resume(self, request_id: str) -> None:
-        """Lets a paused request go on. Does nothing to others."""
+        """Lets a paused request go on. Does nothing if the request is not paused."""
         self._idle_until_s = 0.0
         if (generation := self._generations.get(request_id)) is not None:
             self._time_limits.resume(generation.sequence)
@@ -302,10 +307,10 @@ class Engine:
         return sequence
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request, whatever its state; its pages are free at once.
+        """Ends a request in whatever state it is. Its pages are free at once.
 
         Returns:
-            Its last output, with reason "abort" and all text held back; ``None`` if it is not in flight (any more).
+            The request's last output, with finish reason "abort" and the text that had been held back so far; ``None`` if the request is not in flight.
         """
         generation = self._generations.get(request_id)
         if generation is None:
@@ -317,11 +322,13 @@ class Engine:
             return self._emit_error(generation.sequence, error)
 
     def stop(self, request_id: str, num_tokens: int) -> RequestOutput | None:
-        """Ends a request as of its first ``num_tokens`` generated tokens, with reason "stop": whoever makes its text has found a stop string there. What
-        was generated since is in no count of the request, and not in the prefix cache.
+        """Ends a request after its first ``num_tokens`` generated tokens, with finish reason "stop".
+
+        For a caller that makes the text itself and found a stop string there. Tokens generated after that place are not counted and do not enter the prefix
+        cache.
 
         Returns:
-            Its last output; ``None`` if it is not in flight (any more).
+            The request's last output; ``None`` if the request is not in flight.
         """
         generation = self._generations.get(request_id)
         if generation is None:
@@ -331,20 +338,22 @@ class Engine:
         return self._emit(generation.sequence, (), Delta("", "stop"))
 
     def give_back(self, tenant: str, num_tokens: int) -> None:
-        """Gives tokens back to a tenant: of a request that had ended by itself before it was known that its text had ended ``num_tokens`` earlier."""
+        """Returns ``num_tokens`` tokens to a tenant's quota, for a request whose text turned out, after the request had ended, to stop that many tokens
+        earlier.
+        """
         self._admission.give_back(tenant, num_tokens, self._clock())
 
     def step(self) -> list[RequestOutput]:
-        """Launches the next step and collects the one that is due. Does nothing without work.
+        """Launches the next step and collects the one that is due. Does nothing if there is no work.
 
-        What goes wrong while one request's output is made ends that request; what goes wrong on the device ends the requests of that step. Both end
-        with reason "error", and the engine goes on.
+        An error while a request's output is made ends that request only; an error on the device ends all requests of that step. They end with finish reason
+        "error", and the engine goes on.
 
         Returns:
-            What the collected step added, at most one output a request, and the ends of requests whose time was up.
+            The outputs of the collected step, at most one for each request, and the last outputs of requests whose time was up.
 
         Raises:
-            EngineDeadError: The runner cannot go on, or steps fail one after the other.
+            EngineDeadError: The runner cannot go on, or three steps in a row have failed.
         """
         num_steps = self._pipeline.num_steps
         outputs = self.launch()
@@ -355,10 +364,10 @@ class Engine:
     def launch(self) -> list[RequestOutput]:
         """Schedules the next step and starts it on the device, without waiting for it. Does nothing if there is nothing to run.
 
-        Where a sequence holds steps back until its token is known (``Lag.HOLDS_STEP``), the steps under way are collected first.
+        If a sequence forbids scheduling before its token in flight is known (``Lag.HOLDS_STEP``), the steps in flight are collected first.
 
         Returns:
-            The ends of requests whose time was up, and what was collected.
+            The last outputs of requests whose time was up, and the outputs of the steps that were collected.
 
         Raises:
             EngineDeadError: As ``step``.
@@ -386,10 +395,10 @@ class Engine:
         return outputs
 
     def collect(self) -> list[RequestOutput]:
-        """Waits for the oldest step under way, and turns what it gave into outputs. Does nothing if there is none.
+        """Waits for the oldest step in flight and turns its tokens into outputs. Does nothing if no step is in flight.
 
         Returns:
-            At most one output a request.
+            At most one output for each request.
 
         Raises:
             EngineDeadError: As ``step``.
@@ -414,9 +423,10 @@ class Engine:
         return outputs
 
     def on_idle(self) -> None:
-        """For when nothing is in flight and all outputs are delivered: checks the books now and then (``engine.check_integrity``).
+        """Checks the engine's integrity, at most every 10 s, if ``engine.check_integrity`` is set. Call it when nothing is in flight and all outputs are
+        delivered.
 
-        If they do not add up, that is logged, and they are opened anew: no request needs them now, and the requests to come must not suffer.
+        If the check fails, the failure is logged and the scheduler is made anew with an empty prefix cache, so that later requests are not affected.
         """
         assert not self.has_work
         now_s = self._clock()
@@ -430,26 +440,26 @@ class Engine:
             self._open_books()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all keys and values: for when the weights have changed. Running requests are computed anew."""
+        """Forgets all keys and values, as must be done when the weights change. Running requests are recomputed."""
         self._scheduler.forget_pools()
 
     def stats(self) -> EngineStats:
-        """A snapshot; taken from another thread its numbers may be a step apart."""
+        """A snapshot of the engine's counts. Read from another thread, its numbers may be one step apart from each other."""
         return self._counts.snapshot(self._scheduler, self._runner, self._config.scheduler.max_num_seqs * self._runner.num_ranks)
 
     def measurements(self) -> Measurements:
-        """What has been measured since the start."""
+        """The measurements made since the start."""
         return self._meter.snapshot()
 
     def inspect(self) -> SchedulerView:
-        """What runs and who waits, request by request. For a person who looks: it takes time."""
+        """A view of every running and waiting request, for a person to look at. It takes time that grows with the number of requests."""
         return inspect_scheduler(self._scheduler, self._clock())
 
     def check_integrity(self) -> None:
-        """Recomputes the books of pages, slots and requests.
+        """Recomputes the counts and owners of pages, slots and requests, and compares them with those that are kept.
 
         Raises:
-            AssertionError: They do not add up.
+            AssertionError: They differ.
         """
         scheduler = self._scheduler
         scheduler.check_integrity()
@@ -457,14 +467,14 @@ class Engine:
         assert self._counts.num_requests == len(self._generations) + self._counts.finished.total()
 
     def _namespace(self, options: RequestOptions) -> bytes:
-        """All that changes the keys and values of the same tokens, and who may share them."""
+        """The prefix cache's namespace of a request: it covers all that changes the keys and values of the same tokens, and who may share them."""
         model, cache = self._config.model, self._config.cache
         tenant = options.tenant if cache.isolate_tenants else ""
         salt = "" if options.cache_salt is None else f"salt {options.cache_salt}"
         return make_namespace(model.source, model.revision or "", model.dtype, cache.dtype, tenant, salt)
 
     def _process(self, sequence: Sequence, result: SequenceResult) -> RequestOutput:
-        """Makes the output for a sequence that has more tokens, and ends it if one of them was the last; those behind it are as if they had not been."""
+        """Makes the output of a sequence that got new tokens, and ends the sequence if one of them is its last. Tokens after that one are dropped."""
         token_ids = result.token_ids
         try:
             delta = self._generations[sequence.request.request_id].processor.push(token_ids)
@@ -478,7 +488,7 @@ class Engine:
         return self._emit(sequence, tuple(token_ids), delta)
 
     def _fail_step(self, schedule: Schedule, error: Exception) -> list[RequestOutput]:
-        """Ends the requests of a failed step. The pool's content may be lost with it, so all others are computed anew."""
+        """Ends the requests of a failed step. The failure may have destroyed the pool's content, so all other requests are recomputed."""
         logger.error("a step of %d sequences failed", len(schedule.sequences), exc_info=error)
         self._num_failed_steps += 1
         if self._num_failed_steps == _MOST_FAILED_STEPS:
@@ -495,7 +505,7 @@ class Engine:
         return self._emit(sequence, (), Delta("", "error"), to_data(error))
 
     def _schedule(self, now_s: float) -> Schedule:
-        """The next step; and how fast the queue moved in the last one goes into the estimates of waiting times."""
+        """Schedules the next step. Also records how fast the queue moved during the previous one, from which waiting times are estimated."""
         scheduler = self._scheduler
         if self._last_move is not None:
             since_s, num_tokens = self._last_move

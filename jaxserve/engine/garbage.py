@@ -1,4 +1,4 @@
-"""Keeps full garbage collections away from the steps: over the objects of 100,000 waiting requests one stops Python for 350 ms."""
+"""Control of Python's garbage collector. It keeps full collections away from steps, since one with 100,000 waiting requests stops Python for 350 ms."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from types import TracebackType
 
 _YOUNG_COLLECTIONS = 1000
-"""A full collection is due by itself after as many of the middle generation; Python's own value is 10."""
+"""Number of collections of the middle generation after which Python does a full one by itself; Python's own value is 10."""
 _IDLE_INTERVAL_S = 10.0
 
 
 class FullCollections:
-    """While it is entered, full collections run when the engine is idle, and else hardly ever. What lives at that moment is never looked at again.
+    """A context in which full garbage collections run when the engine is idle and hardly ever otherwise.
 
-    It changes the collector of the whole process, and gives it back as it was.
+    Objects that exist when it is entered are not examined while it lasts. It changes the collector of the whole process, and restores it at the end.
     """
 
     def __enter__(self) -> FullCollections:
@@ -30,7 +30,7 @@ class FullCollections:
         gc.unfreeze()
 
     def on_idle(self) -> None:
-        """Collects, unless that was done a moment ago."""
+        """Runs a full collection, unless the last one was less than 10 s ago. Call it when the engine has nothing to do."""
         if time.monotonic() - self._collected_s > _IDLE_INTERVAL_S:
             gc.collect()
             self._collected_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The steps under way on the device: dispatched in order, fetched in order. Knows when the next one is due; decides nothing about what runs. Imports no jax."""
+"""The steps in flight on the device, dispatched and fetched in order. Knows when the next one is due, but not what runs in it. Imports no jax."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Sequence as SequenceOf
 from jaxserve.engine.scheduling.schedule import PendingStep, Runner, Schedule, SequenceResult
 
 _SAFETY = 0.15
-"""Share of a step's expected time by which the next one is dispatched before it ends."""
+"""Fraction of a step's expected time by which the next step is dispatched before that one ends."""
 _GROWTH = 1.05
-"""An expected time follows shorter steps at once and longer ones by this factor a step: dispatching early costs nothing, dispatching late stops the device."""
+"""Most that an expected time grows from one step to the next. It shrinks at once: dispatching too early costs nothing, too late leaves the device idle."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchedStep:
-    """A step that has ended.
+    """A step that has ended, with its results and times.
 
     Args:
-        schedule: What ran.
-        step: What it was padded to.
-        results: One for each scheduled sequence.
-        fetched_s: When its results were there.
-        total_s: Time that it took out of the engine's: since the step before was fetched, or since its own scheduling began if the device was idle then.
-        wait_s: How long of this the host had nothing to do but wait for the device.
+        schedule: The schedule that ran.
+        step: The step on the device, which knows the shapes it was padded to.
+        results: One result for each scheduled sequence.
+        fetched_s: Time at which its results arrived on the host.
+        total_s: Seconds that the step took: since the previous step was fetched, or since its own scheduling began if the device was idle then.
+        wait_s: The part of ``total_s`` in which the host only waited for the device.
     """
 
     schedule: Schedule
@@ -45,15 +45,15 @@ class _Flight:
 
 
 class Pipeline:
-    """Keeps up to ``depth`` steps on the device while the one before them is fetched, so that the device goes from step to step without waiting for the host.
+    """Keeps up to ``depth`` further steps on the device while the oldest one is fetched, so that the device never waits for the host.
 
-    With depth 0 each step is fetched before the next is dispatched. With depth 1, step n + 1 is dispatched while step n runs, as late as is safe: requests
-    that come until then are part of it.
+    With depth 0 each step is fetched before the next is dispatched. With depth 1, step n + 1 is dispatched while step n runs, as late as is safe, so that
+    requests that arrive until then can be part of it.
 
     Args:
         runner: Runs the steps.
-        depth: Steps that run ahead of the one that is fetched, ``>= 0``.
-        clock: Gives the time in seconds.
+        depth: Number of steps that may be in flight behind the one that is fetched next, ``>= 0``.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, runner: Runner, depth: int, clock: Callable[[], float]) -> None:
@@ -68,17 +68,17 @@ class Pipeline:
 
     @property
     def num_steps(self) -> int:
-        """Steps under way."""
+        """Number of steps in flight."""
         return len(self._flights)
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest step is to be fetched before another one is dispatched."""
+        """Whether the oldest step must be fetched before another one is dispatched."""
         return len(self._flights) > self._depth
 
     @property
     def slack_s(self) -> float:
-        """How long the next dispatch can be put off, in seconds, without leaving the device idle; 0 where that is not known, and where nothing is under way."""
+        """Seconds by which the next dispatch can be delayed without leaving the device idle; 0 if that is not known or no step is in flight."""
         if len(self._flights) != self._depth or not self._depth:
             return 0.0
         flight = self._flights[-1]
@@ -89,18 +89,18 @@ class Pipeline:
         return max(0.0, due_s - self._clock())
 
     def note_sleep(self, seconds: float) -> None:
-        """Notes that the host slept, because ``slack_s`` allowed it to."""
+        """Records that the host slept for ``seconds`` because ``slack_s`` allowed it to. The time counts as waiting for the device."""
         self._slept_s += seconds
 
     def launch(self, schedule: Schedule, began_s: float) -> None:
         """Dispatches a step.
 
         Args:
-            schedule: It has sequences.
-            began_s: When the host began to schedule it.
+            schedule: The schedule to run; it has at least one sequence.
+            began_s: Time at which the host began to schedule it.
 
         Raises:
-            Exception: What ``Runner.dispatch`` raises. The steps under way can still be fetched.
+            Exception: Whatever ``Runner.dispatch`` raises. The steps in flight can still be fetched.
         """
         step = self._runner.dispatch(schedule)
         now_s = self._clock()
@@ -108,10 +108,10 @@ class Pipeline:
         self._flights.append(_Flight(schedule, step, began_s, now_s))
 
     def fetch(self) -> FetchedStep:
-        """Waits for the oldest step under way.
+        """Waits for the oldest step in flight.
 
         Raises:
-            Exception: What ``PendingStep.fetch`` raises. The step stays the oldest one; call ``lose``.
+            Exception: Whatever ``PendingStep.fetch`` raises. The step stays the oldest one in flight; call ``lose`` then.
         """
         flight = self._flights[0]
         before_s = self._clock()
@@ -128,7 +128,7 @@ class Pipeline:
         return FetchedStep(flight.schedule, flight.step, results, fetched_s, total_s, fetched_s - before_s + slept_s)
 
     def lose(self) -> list[Schedule]:
-        """Forgets all steps under way, whose results cannot be had any more. Returns what they were to run, oldest first."""
+        """Forgets all steps in flight because their results are lost. Returns their schedules, oldest first."""
         schedules = [flight.schedule for flight in self._flights]
         self._flights.clear()
         return schedules

@@ -1,4 +1,4 @@
-"""The proof harness of all ops: numerics in both interpreters and real compiles, a cell for each check. ``jaxserve kernels check``."""
+"""The proof harness of all ops, ``jaxserve kernels check``: numerics in both interpreters and real compiles, with one cell for each check."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Op = OpProof[Any, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One check.
+    """The result of one check.
 
     Args:
-        op: The op.
-        implementation: Its implementation.
+        op: Name of the op.
+        implementation: Name of the implementation.
         shape: Name of the case or of the combination.
         check: ``numerics`` (fast interpreter or XLA, against the reference), ``refusal``, ``races`` (checking interpreter), or ``compile``.
-        target: The chip of a compile, else empty.
-        held: Whether it is as it should be: right, or refused where the documentation says so.
-        detail: The error, refusal or reason of a failure.
-        seconds: Of this check.
-        error: Relative norm of the difference, of numerics.
-        fast_memory_bytes: VMEM or shared memory of the tiles, of a compile.
-        temp_bytes: Device memory beyond arguments and results, of a compile.
-        pool_copies: Copies as large as the pool in the compiled program.
+        target: Name of the chip, for a compile; else empty.
+        held: Whether the result is as it should be: right, or refused if the documentation says so.
+        detail: The error, the refusal, or the reason of a failure.
+        seconds: Duration of the check.
+        error: Relative norm of the difference from the reference, for numerics.
+        fast_memory_bytes: Bytes of VMEM or shared memory that the tiles take, for a compile.
+        temp_bytes: Bytes of device memory beyond arguments and results, for a compile.
+        pool_copies: Number of copies as large as the pool in the compiled program, for a compile.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Cell:
 
 
 def numerics_cells(op: Op, implementations: Sequence[str] = ()) -> Iterator[Cell]:
-    """These implementations, all without names, on every case, and what is refused, in a process of its own."""
+    """Yields a cell for each of the named implementations (all if none is named) on every case, and for each documented refusal. Runs in another process."""
     for row, failure in rows_of("jaxserve.kernels_pallas.proof.numerics", [op.name, *implementations], _cpu_environment(), time_limit_s=900):
         if row is None:
             yield Cell(op=op.name, implementation="all", shape="", check="numerics", held=False, detail=failure)
@@ -63,7 +63,7 @@ def numerics_cells(op: Op, implementations: Sequence[str] = ()) -> Iterator[Cell
 
 
 def race_cells(op: Op, cases: Sequence[str] = ()) -> Iterator[Cell]:
-    """The op's TPU kernels on small cases, all without names, in the checking interpreter, in a process of its own."""
+    """Yields a cell for the op's TPU kernels on each named small case (all if none is named), in the checking interpreter. Runs in another process."""
     for row, failure in rows_of("jaxserve.kernels_pallas.proof.checked", [op.name, *cases], _cpu_environment(), time_limit_s=600):
         common: dict[str, Any] = {"op": op.name, "implementation": op.checked_implementation, "check": "races"}
         if row is None:
@@ -75,7 +75,7 @@ def race_cells(op: Op, cases: Sequence[str] = ()) -> Iterator[Cell]:
 
 
 def compile_cells(op: Op, target: str, combinations: str) -> Iterator[Cell]:
-    """Real compiles of a set of combinations for one target, in a process of its own. Compilers that are not installed are one cell that did not hold."""
+    """Yields a cell for each real compile of a set of combinations for one target, in another process. A missing compiler is one cell that did not hold."""
     common: dict[str, Any] = {"op": op.name, "implementation": op.compiled_implementation(target), "check": "compile", "target": target}
     absent = targets.missing(target)
     if absent is not None:
@@ -96,12 +96,12 @@ def compile_cells(op: Op, target: str, combinations: str) -> Iterator[Cell]:
 
 
 def run(*, ops: Sequence[Op], chosen_targets: Sequence[str], quick: bool) -> Iterator[Cell]:
-    """All checks, two processes at a time; cells come as they are done.
+    """Yields the cells of all checks as they are done. Two processes run at a time.
 
     Args:
-        ops: What to check.
-        chosen_targets: Targets to compile for; empty compiles for none.
-        quick: A part of each kind, for continuous integration.
+        ops: The ops to check.
+        chosen_targets: Targets to compile for; may be empty.
+        quick: Whether only a part of each kind of check is made, for continuous integration.
     """
     jobs: list[Callable[[], Iterator[Cell]]] = []
     for op in ops:
@@ -131,19 +131,19 @@ def run(*, ops: Sequence[Op], chosen_targets: Sequence[str], quick: bool) -> Ite
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What ``--json`` prints: all cells, and how many held and failed."""
+    """The object that ``--json`` prints: all cells, and how many of them held and failed."""
     held = sum(cell.held for cell in cells)
     return {"cells": [dataclasses.asdict(cell) for cell in cells], "held": held, "failed": len(cells) - held}
 
 
 def report(*, ops: Sequence[Op], chosen_targets: Sequence[str] | None = None, quick: bool = False, as_json: bool = False) -> int:
-    """Checks and prints a table as it goes, and with ``as_json`` one JSON object as its last line. With several ops each line begins with its op.
+    """Makes the checks and prints a table as it goes. With several ops, each line begins with the op's name.
 
     Args:
-        ops: What to check.
+        ops: The ops to check.
         chosen_targets: Chips to compile for; ``None`` takes all whose compilers are installed.
-        quick: A part of each kind of check.
-        as_json: Whether a program reads the last line.
+        quick: Whether only a part of each kind of check is made.
+        as_json: Whether the last line is a JSON object with all results.
 
     Returns:
         0 only if every cell held.

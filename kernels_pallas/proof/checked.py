@@ -20,14 +20,15 @@ from jaxserve.kernels_pallas.proof.ops import OPS
 
 
 def check(name: str, compare: Callable[[Any], Comparison]) -> dict[str, Any]:
-    """Runs one case.
+    """The result of one case in the checking interpreter.
 
     Args:
-        name: The case's.
-        compare: Runs the kernels on it with the interpreter's parameters, and compares with the reference.
+        name: Name of the case.
+        compare: Runs the kernels on the case with the interpreter's parameters, and compares the result with the reference.
 
     Returns:
-        ``name``, ``seconds``, ``error`` (relative norm, where it got that far), and ``problem``: what the interpreter or the comparison found, or ``None``.
+        ``name``, ``seconds``, ``error`` (the relative norm, missing if the run failed), and ``problem``, which the interpreter or the comparison found, or
+        ``None``.
     """
     interpret = pltpu.InterpretParams(dma_execution_mode="on_wait", detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
     result: dict[str, Any] = {"name": name, "problem": None}
@@ -49,7 +50,7 @@ def check(name: str, compare: Callable[[Any], Comparison]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """``OP [CASE …]``: runs the op's small cases of these names, all of them without names; prints one JSON object a line."""
+    """Runs ``OP [CASE …]``: the op's small cases of these names, or all if none is named. Prints one JSON object for each, on a line of its own."""
     op, names = OPS[arguments[0]], arguments[1:]
     failed = False
     for case in op.checked_cases:

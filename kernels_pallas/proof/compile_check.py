@@ -24,7 +24,7 @@ def check(op: OpProof[Any, Any], target: str, combination: Any) -> dict[str, Any
 
 
 def main(arguments: list[str]) -> int:
-    """``OP TARGET SET``: one JSON object a line, ``{"name", …}``; a failure is ``{"name", "error"}``."""
+    """Runs ``OP TARGET SET``: prints one JSON object for each combination, ``{"name", …}``, on a line of its own; a failure is ``{"name", "error"}``."""
     parser = argparse.ArgumentParser(prog="compile_check")
     parser.add_argument("op", choices=tuple(OPS))
     parser.add_argument("target")

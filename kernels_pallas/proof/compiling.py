@@ -1,4 +1,4 @@
-"""Compiles one function for one target, and says what came out: seconds, memory, and copies as large as the KV pool."""
+"""The compiling of one function for one target, with a report of seconds, memory, and copies as large as the KV pool."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from jaxserve.kernels_pallas.proof.targets import TPU_TOPOLOGIES, gpu_config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """What a compile gave.
+    """The report of a compile.
 
     Args:
-        seconds: Lowering and compiling.
-        temp_bytes: Device memory beyond arguments and results.
-        alias_bytes: Results that take the place of donated arguments.
-        pool_bytes: Of the KV pool.
-        pool_copies: Instructions of the program that copy an array as large as one of the pool's.
+        seconds: Duration of lowering and compiling.
+        temp_bytes: Bytes of device memory beyond arguments and results.
+        alias_bytes: Bytes of results that take the place of donated arguments.
+        pool_bytes: Bytes of the KV pool.
+        pool_copies: Number of instructions that copy an array as large as the smallest of the pool's.
     """
 
     seconds: float
@@ -55,12 +55,12 @@ def device_of(target: str) -> Iterator[NamedSharding]:
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:
-    """Abstract arrays on a device."""
+    """A tree of arrays as abstract arrays with a sharding."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), tree)
 
 
 def compile_report(lower: Callable[[], jax.stages.Lowered], pool: Any) -> CompileReport:
-    """Lowers and compiles a program, and says what came out.
+    """The report of lowering and compiling a program.
 
     Args:
         lower: Traces and lowers it for the device that its abstract arguments are on; called once, inside :func:`device_of`.
@@ -83,7 +83,7 @@ _COPY = re.compile(r"= \(?(\w+)\[([\d,]*)\][^=\n]*? (copy|copy-start|transpose|c
 
 
 def large_copies(program: str, num_bytes: int) -> int:
-    """Instructions of a compiled program that copy at least ``num_bytes``."""
+    """The number of instructions of a compiled program that copy at least ``num_bytes`` bytes."""
     count = 0
     for dtype, dimensions, _ in _COPY.findall(program):
         bits = re.search(r"\d+", dtype)

@@ -15,7 +15,7 @@ from jaxserve.kernels_pallas.proof.ops import OPS
 
 
 def evaluate(op: OpProof[Any, Any], implementation: str, case: Any) -> dict[str, Any]:
-    """One implementation on one case: ``implementation``, ``shape``, ``held``, ``detail``, ``seconds``, ``error``."""
+    """The result of one implementation on one case: ``implementation``, ``shape``, ``held``, ``detail``, ``seconds``, ``error``."""
     result: dict[str, Any] = {"implementation": implementation, "shape": case.name, "error": None}
     start = time.perf_counter()
     reason = op.refusal(implementation, case)
@@ -28,7 +28,7 @@ def evaluate(op: OpProof[Any, Any], implementation: str, case: Any) -> dict[str,
 
 
 def refusal_row(refusal: Refusal) -> dict[str, Any]:
-    """A documented refusal: it holds if the message gives the reason."""
+    """The result of a documented refusal, which holds if the message contains the reason."""
     message = refusal.message
     held = message is not None and refusal.reason in message
     detail = f"refused: {message}" if message else "it is served"
@@ -36,7 +36,7 @@ def refusal_row(refusal: Refusal) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """``OP [IMPLEMENTATION …]``: compares these implementations, all without names; then what is refused."""
+    """Runs ``OP [IMPLEMENTATION …]``: compares these implementations, or all if none is named, and then checks the refusals."""
     op, names = OPS[arguments[0]], arguments[1:]
     all_held = True
     for name in names or op.implementations:

@@ -1,4 +1,4 @@
-"""What an op tells the proof harness of itself. Each op registers one :class:`OpProof`, made in its own folder; the harness knows no op by name."""
+"""The interface between an op and the proof harness. Each op registers one :class:`OpProof`, made in its own folder; the harness knows no op by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Named(Protocol):
 
 
 class Comparison(Protocol):
-    """How a result compares with the reference's. Its ``str`` says what is wrong where it did not hold."""
+    """The comparison of a result with the reference's. Its ``str`` says what is wrong if it did not hold."""
 
     @property
     def error(self) -> float:
@@ -26,7 +26,7 @@ class Comparison(Protocol):
 
     @property
     def held(self) -> bool:
-        """Whether all of the result is right."""
+        """Whether the whole result is right."""
         ...
 
 
@@ -38,7 +38,7 @@ class Refusal(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique among the implementation's refusals; says what is refused."""
+        """Name of the refused problem, unique among the implementation's refusals."""
         ...
 
     @property
@@ -48,17 +48,17 @@ class Refusal(Protocol):
 
     @property
     def message(self) -> str | None:
-        """What the caller gets, or ``None`` if the problem is served."""
+        """The message that the caller gets; ``None`` if the problem is served."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledOp:
-    """What compiling one combination gave.
+    """The result of compiling one combination.
 
     Args:
-        report: Of the compiled program.
-        fast_memory_bytes: VMEM or shared memory that the kernels' tiles take.
+        report: Report of the compiled program.
+        fast_memory_bytes: Bytes of VMEM or shared memory that the kernels' tiles take.
     """
 
     report: CompileReport
@@ -71,23 +71,23 @@ CombinationT = TypeVar("CombinationT", bound=Named)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpProof(Generic[CaseT, CombinationT]):
-    """Everything that the harness needs of one op.
+    """The registration of one op: everything that the harness needs of it.
 
     Args:
-        name: The op's.
-        implementations: Those that are compared with the reference.
-        quick_implementations: Those of them that a quick run compares.
+        name: Name of the op.
+        implementations: Names of the implementations that are compared with the reference.
+        quick_implementations: Names of those that a quick run compares.
         cases: Calls of the op that every implementation must get right.
-        refusal: Why an implementation refuses a case, or ``None``.
-        compare: An implementation's result on a case against the reference's.
-        refusals: What is documented to be refused.
-        checked_implementation: The one whose kernels run in the checking interpreter, which is Pallas's for TPUs.
+        refusal: Gives the reason why an implementation refuses a case; ``None`` if it serves it.
+        compare: Compares an implementation's result on a case with the reference's.
+        refusals: The documented refusals.
+        checked_implementation: Name of the implementation whose kernels run in the checking interpreter, which is Pallas's for TPUs.
         checked_cases: Cases small enough for that interpreter.
-        quick_checked_cases: Names of those that a quick run checks.
-        compare_checked: The kernels' result on a case in an interpreter with these parameters (``pltpu.InterpretParams``) against the reference's.
-        combinations: Name of a set (``quick``, ``core``, ``all``) -> what it compiles.
-        compiled_implementation: The implementation that is compiled for a target.
-        compile: Compiles a combination for a target; raises ``NotImplementedError`` with the reason where the implementation refuses it.
+        quick_checked_cases: Names of those cases that a quick run checks.
+        compare_checked: Compares the kernels' result on a case, in an interpreter with the given ``pltpu.InterpretParams``, with the reference's.
+        combinations: Combinations to compile, by the name of their set (``quick``, ``core``, ``all``).
+        compiled_implementation: Gives the name of the implementation that is compiled for a target.
+        compile: Compiles a combination for a target; raises ``NotImplementedError`` with the reason if the implementation refuses it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Compiling for chips that are not here: topology names, descriptions for XLA, and what must be installed. Imports no jax."""
+"""The targets: chips that need not be present to compile for. Their topologies, descriptions for XLA, and what must be installed. Imports no jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxserve.kernels_pallas.chips import CHIPS, CHIPS_BY_NAME
 
 TPU_TOPOLOGIES: Mapping[str, str] = {chip.name: f"{chip.name}:{chip.topologies[0]}" for chip in CHIPS if chip.platform == "tpu"}
-"""Smallest topology of each TPU that kernels are compiled for, by target name."""
+"""The smallest topology of each TPU that kernels are compiled for, by target name."""
 
 TARGETS: tuple[str, ...] = tuple(chip.name for chip in CHIPS)
 """Every target name."""
@@ -23,7 +23,7 @@ _S8, _F16, _F32, _F64, _BF16, _F8E5M2, _F8E4M3 = 2, 10, 11, 12, 16, 19, 20
 
 
 def gpu_config(name: str) -> str:
-    """A GPU as ``stream_executor.GpuTargetConfigProto`` in text form, for ``topologies.get_topology_desc(target_config=...)``."""
+    """The description of a GPU as ``stream_executor.GpuTargetConfigProto`` in text form, for ``topologies.get_topology_desc(target_config=...)``."""
     chip = CHIPS_BY_NAME[name]
     gpu = chip.gpu
     assert gpu is not None, f"{name} is no GPU"
@@ -63,7 +63,7 @@ device_description_str: "{gpu.name}"
 
 
 def missing(target: str) -> str | None:
-    """What to install to compile for a target here, or ``None`` if nothing is missing."""
+    """What must still be installed to compile for a target, in words; ``None`` if nothing is missing."""
     if target in TPU_TOPOLOGIES:
         return None if importlib.util.find_spec("libtpu") else 'libtpu is not installed: pip install "jaxserve[aot-tpu]"'
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
@@ -74,7 +74,7 @@ def missing(target: str) -> str | None:
 
 
 def _ptxas() -> Path | None:
-    """The assembler: of a toolkit on PATH, else of NVIDIA's wheels."""
+    """Path of the assembler ptxas from a CUDA toolkit on PATH, else from NVIDIA's wheels; ``None`` if there is none."""
     found = shutil.which("ptxas")
     if found:
         return Path(found)
@@ -83,7 +83,7 @@ def _ptxas() -> Path | None:
 
 
 def environment(target: str) -> dict[str, str]:
-    """Environment of a process that compiles for ``target``. One GPU target a process: a kernel for one chip was once taken for another's."""
+    """The environment of a process that compiles for ``target``. Each GPU target needs a process of its own: one chip's kernel was once taken for another's."""
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": ""}
     if target in TPU_TOPOLOGIES:
         return variables | {

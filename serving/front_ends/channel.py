@@ -1,4 +1,4 @@
-"""Frames of bytes over a connected socket, both ways, for an event loop."""
+"""A channel that carries frames of bytes over a connected socket, both ways, for an event loop."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES = 256 * 2**20
-"""Of a peer that does not read: it is given up then."""
+"""Largest number of bytes that may wait for a peer that does not read; with more, the channel is given up."""
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**20
 
 
 class Channel:
-    """One end. Frames arrive whole and in order, or the channel is lost.
+    """One end of a channel. Frames arrive whole and in order, or the channel is lost.
 
     Args:
-        sock: Connected; the channel's from here on.
-        on_frame: Takes each frame, on the event loop.
-        on_lost: Called once, on the event loop, when the other end is gone, does not read, or what ``on_frame`` raised says that it talks nonsense.
-        loop: Runs both.
+        sock: The connected socket, which belongs to the channel from now on.
+        on_frame: Called with each frame, on the event loop. If it raises, the channel is lost.
+        on_lost: Called once, on the event loop, when the channel is lost because the other end is gone, does not read, or sends frames that make no sense.
+        loop: The event loop that runs both.
     """
 
     def __init__(self, sock: socket.socket, on_frame: Callable[[bytes], None], on_lost: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
@@ -43,7 +43,7 @@ class Channel:
         loop.add_reader(sock, self._read)
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame; from any thread. Returns at once: what the other end has not read yet is kept. Does nothing once the channel is lost or closed."""
+        """Sends a frame, from any thread, without waiting: bytes that cannot be sent yet are kept. Does nothing once the channel is lost or closed."""
         data = memoryview(_LENGTH.pack(len(frame)) + frame)
         with self._lock:
             if not self._is_open:
@@ -60,7 +60,7 @@ class Channel:
             self._loop.call_soon_threadsafe(self._lose)
 
     def close(self) -> None:
-        """Ends the channel without a word to ``on_lost``; on the event loop. Does nothing the second time."""
+        """Ends the channel without calling ``on_lost``. Must be called on the event loop. Does nothing the second time."""
         with self._lock:
             if not self._is_open:
                 return

@@ -1,4 +1,4 @@
-"""Front ends as processes of their own, seen from the engine's process: started, restarted, told to drain, and joined to the engine's thread."""
+"""The fleet of front-end processes, as the engine's process manages it: it starts, restarts and drains them and connects them to the engine's thread."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ logger = logging.getLogger(__name__)
 
 _PROCESS_MODULE = "jaxserve.serving.front_ends.process"
 _MOST_FAILED_STARTS = 3
-"""As many starts in a row that never came to answer mean that none will."""
+"""Number of failed starts of a front end in a row after which serving is given up."""
 _RESTART_PAUSE_S = 0.5
 _LAST_WORDS_S = 10.0
-"""For front ends to end once they have nothing left to wait for: they give their clients a few seconds to read what is finished."""
+"""Seconds that front ends have to end after the drain, in which their clients can read finished answers."""
 _ABORT_S = 10.0
-"""For requests that are still there at the end of the drain to be aborted."""
+"""Seconds in which requests that are still in flight at the end of the drain are aborted."""
 
 
 async def serve_in_processes(config: Config, engine: HostedEngine, stop: asyncio.Event, announce: Callable[[InferenceService, int, int | None], None]) -> None:
-    """Serves an engine through ``server.processes`` front ends until ``stop`` is set; then they drain, and this returns.
+    """Serves an engine through ``server.processes`` front ends until ``stop`` is set; then drains them and returns.
 
     Args:
-        config: ``server`` is read here.
-        engine: Not started yet.
-        stop: Ends it.
-        announce: Told once requests are taken: of the service and of the ports.
+        config: The whole configuration.
+        engine: The engine, which is not started yet.
+        stop: Event that ends serving when it is set.
+        announce: Called once, when requests are accepted, with the service, the HTTP port and the gRPC port.
 
     Raises:
-        ConfigError: A port is in use, or the host cannot be listened on. Or traces are wanted and cannot be made.
+        ConfigError: A port is in use, the host cannot be listened on, or traces are wanted and cannot be made.
         EngineDeadError: The engine has stopped.
         EngineError: Front ends cannot be started.
         Exception: What made the engine's start fail.
@@ -89,17 +89,17 @@ def _closing(sockets: Sequence[socket.socket]) -> Iterator[None]:
 
 
 class Fleet:
-    """The front ends of one engine.
+    """The front-end processes of one engine.
 
     Args:
         config: The whole configuration.
-        engine: Started by its owner.
-        http_sockets: They listen, one for each front end. Kept open as long as front ends are restarted: who connects meanwhile waits for the new one.
-        grpc_port: Reserved; ``None`` for no gRPC.
-        observers: Told of requests that end because their front end is gone.
+        engine: The engine, which its owner starts.
+        http_sockets: The listening sockets, one for each front end. They stay open while a front end is restarted, so that new connections wait for it.
+        grpc_port: The reserved gRPC port; ``None`` for no gRPC.
+        observers: Called with each request that ends because its front end is gone, and its last output.
 
     Attributes:
-        service: Of the engine, in this process.
+        service: The service of the engine, in this process.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class Fleet:
         self._engine_end: asyncio.Future[EngineDeadError | None] = self._loop.create_future()
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Keeps the front ends running until ``stop`` is set or the engine ends; then returns when they have ended.
+        """Keeps the front ends running until ``stop`` is set or the engine ends; then waits until they have ended.
 
         Args:
-            stop: Ends it, with a drain.
-            on_ready: Called once requests are taken.
+            stop: Event that, when it is set, drains and ends the front ends.
+            on_ready: Called once, when requests are accepted.
 
         Raises:
             EngineDeadError: The engine has stopped.
@@ -161,7 +161,7 @@ class Fleet:
             raise error
 
     async def _end(self, keeping: Sequence[asyncio.Task[None]], limit_s: float) -> None:
-        """Lets the front ends drain and end; those that have not after ``limit_s`` are killed."""
+        """Lets the front ends drain and end. Those that have not ended after ``limit_s`` seconds are killed."""
         for each in self._http_sockets:
             each.close()  # the front ends' own are left: none stays open that nobody accepts from
         for front_end in list(self._front_ends.values()):
@@ -184,7 +184,7 @@ class Fleet:
         on_ready()
 
     async def _keep(self, index: int) -> None:
-        """Runs a front end, and another when it has ended, until all are to end."""
+        """Runs a front end, and starts another one when it has ended, until all front ends should end."""
         num_failed = 0
         while not self._is_ending:
             front_end = await self._start(index)
@@ -225,7 +225,7 @@ class Fleet:
 
 
 class _FrontEnd:
-    """One process, as a client of the engine's thread."""
+    """One front-end process, as a client of the engine's thread."""
 
     def __init__(
         self,
@@ -251,16 +251,16 @@ class _FrontEnd:
         self._client = engine.thread.attach(self._deliver, self._end_all)
 
     def send(self, message: ToFrontEnd) -> None:
-        """Sends a message; from the event loop."""
+        """Sends a message to the front end."""
         self._channel.send(msgspec.msgpack.encode(message))
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Kills the process."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
     def close(self) -> None:
-        """Ends the requests of a front end that is gone, or that cannot be talked to: if it does not end now, it is killed. Does nothing the second time."""
+        """Ends the requests of a front end whose process is gone or whose channel is lost. The process is killed after 10 s. Does nothing the second time."""
         if self._is_attached:
             self._is_attached = False
             self._channel.close()

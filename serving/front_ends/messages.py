@@ -1,5 +1,6 @@
-"""What goes between the engine's process and a front end's, each message a frame of MessagePack: one a step to each front end, and at most one a turn of its
-event loop back.
+"""The messages between the engine's process and front-end processes, as frames of MessagePack.
+
+The engine's process sends each front end one frame for each step; a front end sends at most one frame for each turn of its event loop.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ class Setup(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     Args:
         config: The whole configuration as YAML, with its secrets.
-        log_level: A level's name.
-        started_s: When the server was started, in seconds of the epoch.
-        grpc_port: To be shared; ``None`` for no gRPC.
+        log_level: Name of the log level.
+        started_s: Time of the server's start, in seconds since the epoch.
+        grpc_port: The gRPC port that the front ends share; ``None`` for no gRPC.
     """
 
     config: str
@@ -30,20 +31,20 @@ class Setup(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine is built."""
+    """The message that the engine is built, with what a front end needs to serve it."""
 
     facts: EngineFacts
     tokenizer: TokenizerData
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a turn of the engine's thread has for the front end: a :class:`Delivery`, of which most is tokens of streams that go on.
+    """A :class:`Delivery` of the engine's thread to a front end, in a compact form, since most of it is tokens of streams that go on.
 
     Args:
-        streams: Numbers of those.
-        token_ids: New tokens of each.
-        outputs: All other outputs, by the numbers of their streams.
-        answers: To its questions.
+        streams: Numbers of the streams that go on and have new tokens.
+        token_ids: New tokens of each of these streams.
+        outputs: All other outputs, each with the number of its stream.
+        answers: Answers to the front end's questions.
     """
 
     streams: list[int]
@@ -53,7 +54,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     @classmethod
     def of(cls, delivery: Delivery) -> Step:
-        """The message for a delivery of outputs without text."""
+        """The message for a delivery whose outputs have no text."""
         streams: list[int] = []
         token_ids: list[tuple[int, ...]] = []
         outputs: list[tuple[int, RequestOutput]] = []
@@ -67,18 +68,18 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine has ended: all streams end with this reason and error, and so does the front end."""
+    """The message that the engine has ended. All streams end with this reason and error, and the front end ends too."""
 
     reason: FinishReason
     error: ErrorData | None
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Take no new requests, let those in flight end, and end."""
+    """The command to refuse new requests, let those in flight end, and then end."""
 
 
 class Page(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to :class:`AskPage`."""
+    """The answer to :class:`AskPage`: the page and its media type."""
 
     question: int
     content: bytes
@@ -86,7 +87,7 @@ class Page(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to :class:`AskStats`."""
+    """The answer to :class:`AskStats`: the engine's counts."""
 
     question: int
     stats: EngineStats
@@ -96,11 +97,11 @@ ToFrontEnd = Setup | Ready | Step | Ended | Drain | Page | Stats
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The front end answers on its ports."""
+    """The message that a front end answers on its ports."""
 
 
 class Counted(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The front end has answered a call; see ``metrics.CountsResponses``."""
+    """The message that a front end has answered a call; see ``metrics.CountsResponses``."""
 
     api: str
     endpoint: str
@@ -108,14 +109,14 @@ class Counted(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class AskPage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Give the page of ``/metrics``, which is the same through any front end."""
+    """The question for the page of ``/metrics``, which is the same through any front end."""
 
     question: int
     accept: str
 
 
 class AskStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Give the engine's counts."""
+    """The question for the engine's counts."""
 
     question: int
 

@@ -25,7 +25,12 @@ from jaxserve.serving.service import InferenceService
 
 
 async def serve_front_end(channel_socket: socket.socket, http_socket: socket.socket) -> None:
-    """Serves until the engine's process says to end, or is gone."""
+    """Serves until the engine's process tells this one to end, or is gone.
+
+    Args:
+        channel_socket: Socket connected to the engine's process.
+        http_socket: The listening HTTP socket.
+    """
     loop = asyncio.get_running_loop()
     stop, decoder = asyncio.Event(), msgspec.msgpack.Decoder(ToFrontEnd)
     setup: asyncio.Future[Setup] = loop.create_future()
@@ -63,7 +68,7 @@ async def _serve(setup: Setup, engine: RemoteEngine, http_socket: socket.socket,
 
 
 def main() -> None:
-    """Runs the process. The signals of a terminal or a supervisor are for the engine's process, which tells this one to drain."""
+    """Runs the process. It ignores SIGINT and SIGTERM, because the engine's process handles them and tells this one to drain."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel_socket, http_socket = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])

@@ -1,4 +1,4 @@
-"""The engine as a front end in another process sees it: tokens come from the engine's process, their text is made here. Imports no jax."""
+"""The engine for a front end in another process: tokens come from the engine's process, and their text is made here. Imports no jax."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class RemoteEngine:
-    """Keeps ``contract.ServedEngine``. All methods belong to the event loop; :meth:`take` is given what the engine's process sends.
+    """An engine in another process, with the interface ``contract.ServedEngine``. All methods belong to the event loop.
+
+    :meth:`take` must be called with each message of the engine's process.
 
     Args:
         send: Sends a frame to the engine's process.
-        stop: Set when this front end is to end.
+        stop: Event that is set when this front end should end.
 
     Attributes:
-        state: "starting" until the engine's process says that it is ready; "draining" from :meth:`drain` on; "dead" once the engine is.
+        state: "starting" until the engine's process says that it is ready, then "ready"; "draining" from :meth:`drain` on; "dead" once the engine has ended.
     """
 
     def __init__(self, send: Callable[[bytes], None], stop: asyncio.Event) -> None:
@@ -61,26 +63,26 @@ class RemoteEngine:
         """Does nothing: the engine's process starts the engine."""
 
     async def wait_ready(self) -> None:
-        """Waits until the engine takes requests; for ever if it never does: this process is ended then."""
+        """Waits until the engine accepts requests. If it never does, this waits for ever, until the process is told to end."""
         await asyncio.shield(self._ready)
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new requests here, and returns when those in flight have ended; after ``timeout_s`` they are aborted."""
+        """Refuses new requests of this front end, and waits until those in flight have ended. After ``timeout_s`` seconds they are aborted."""
         self._is_draining = True
         await self._streams.drain(timeout_s)
 
     def close(self) -> None:
-        """Does nothing: the engine is others' too."""
+        """Does nothing: other front ends use the engine too."""
 
     # -- Requests -----------------------------------------------------------------------------------------------------------------------------
 
     def make_request(
         self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
-        """All checks at the door, as ``Engine.make_request`` makes them.
+        """A request, checked like that of ``Engine.make_request``.
 
         Raises:
-            RequestError: The request itself is at fault.
+            RequestError: The request can never be served.
             EngineNotReadyError: The engine is starting or draining.
             EngineDeadError: The engine is dead.
         """
@@ -95,15 +97,15 @@ class RemoteEngine:
         )
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """As ``AsyncEngine.generate``."""
+        """See ``AsyncEngine.generate``."""
         return self._streams.generate(request)
 
     async def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """As ``AsyncEngine.abort``: also a request of another front end."""
+        """See ``AsyncEngine.abort``. Also aborts a request of another front end."""
         return self.state not in ("starting", "dead") and await self._streams.abort(request_id, tenant)
 
     def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
-        """As ``AsyncEngine.on_end``, of the requests of this front end."""
+        """See ``AsyncEngine.on_end``. The listener is called for the requests of this front end only."""
         self._streams.on_end(listener)
 
     # -- The engine's facts -------------------------------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class RemoteEngine:
         return await self._questions.ask(lambda question: self.send(AskStats(question)))
 
     async def inspect(self) -> SchedulerView:
-        """What runs and who waits, through any front end.
+        """A view of the running and waiting requests of all front ends.
 
         Raises:
             EngineError: There is no engine, or it does not answer.
@@ -167,13 +169,13 @@ class RemoteEngine:
         return await self._questions.ask(lambda question: self.send(AskPage(question, accept)))
 
     def send(self, message: FromFrontEnd) -> None:
-        """Sends a message with those of this turn of the loop."""
+        """Sends a message, together with the others of this turn of the event loop."""
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
         self._messages.append(message)
 
     def take(self, message: ToFrontEnd) -> None:
-        """Takes a message of the engine's process."""
+        """Handles a message from the engine's process."""
         match message:
             case Step(streams, token_ids, outputs, answers):
                 for number, tokens in zip(streams, token_ids, strict=True):

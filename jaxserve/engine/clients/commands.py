@@ -1,4 +1,4 @@
-"""What goes between the engine's thread and its clients, as plain data: all of it can be sent to another process as it is."""
+"""The messages between the engine's thread and its clients, as plain data that can also be sent to another process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxserve.request import Request, RequestOutput
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Submit a request.
+    """The command to submit a request.
 
     Args:
-        stream: The client's own number for it, never used twice.
+        stream: The client's own number for the request's stream of outputs, never used twice.
         request: See :class:`~jaxserve.request.Request`.
     """
 
@@ -23,22 +23,22 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Abort the request of a stream: nobody reads it any more. Nothing if it has ended."""
+    """The command to abort the request of a stream, because nobody reads it any more. Has no effect if the request has ended."""
 
     stream: int
 
 
 class LeaveAll(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Abort all requests of the client, and send it nothing any more: it is gone."""
+    """The command to abort all requests of a client that is gone, and to send it nothing any more."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Abort a request by its id, whichever client's it is; answered by :class:`Aborted`.
+    """The command to abort a request by its id, whichever client it belongs to. The answer is :class:`Aborted`.
 
     Args:
-        question: The client's own number for what it asks.
-        request_id: Of the request.
-        tenant: Whose request it must be; ``None`` for anybody's.
+        question: The client's own number for this question.
+        request_id: Id of the request.
+        tenant: Tenant that the request must belong to; ``None`` for any.
     """
 
     question: int
@@ -47,28 +47,28 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SetPaused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Hold the request of a stream, or let it go on. Nothing if it has ended."""
+    """The command to pause the request of a stream, or to let it go on. Has no effect if the request has ended."""
 
     stream: int
     is_paused: bool
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End the request of a stream as of its first ``num_tokens`` generated tokens: its text ends there. Nothing if it has ended."""
+    """The command to end the request of a stream after its first ``num_tokens`` generated tokens, where its text ends. Has no effect if it has ended."""
 
     stream: int
     num_tokens: int
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Give a tenant tokens back that a request generated beyond the end of its text, where it had ended before :class:`Stop` came."""
+    """The command to return tokens to a tenant's quota that a request generated beyond the end of its text, if it had ended before :class:`Stop` arrived."""
 
     tenant: str
     num_tokens: int
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Tell what runs and who waits; answered by :class:`Inspected`."""
+    """The question which requests run and wait. The answer is :class:`Inspected`."""
 
     question: int
 
@@ -84,7 +84,7 @@ class Aborted(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Inspected(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to :class:`Inspect`."""
+    """The answer to :class:`Inspect`: a view of all running and waiting requests."""
 
     question: int
     view: SchedulerView
@@ -94,17 +94,17 @@ Answer = Aborted | Inspected
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client needs to know of an engine to check requests before they are sent.
+    """The facts about an engine that a client needs to check requests before it sends them.
 
     Args:
-        model_name: What the model is called.
-        model_revision: The commit of its files, where one is known.
+        model_name: The model's name.
+        model_revision: The commit of the model's files; ``None`` if it is not known.
         sampling_defaults: The model's own values for sampling fields that a request leaves out.
-        max_model_len: Most tokens of prompt and output together.
-        vocab_size: V.
+        max_model_len: Largest number of tokens that prompt and output may have together.
+        vocab_size: V, the size of the vocabulary.
         num_pages: Pages of one data rank's pool.
         page_size: Tokens that one page holds.
-        max_num_seqs: Sequence slots of all data ranks.
+        max_num_seqs: Sequence slots of all data ranks together.
         reader_buffer: See ``EngineConfig``.
     """
 
@@ -120,11 +120,11 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct):
-    """What one turn of the engine's thread has for one client.
+    """All messages of one turn of the engine's thread to one client.
 
     Args:
-        outputs: Of its streams, by their numbers, in the order in which they were made.
-        answers: To its questions.
+        outputs: Outputs of its streams, each with the stream's number, in the order in which they were made.
+        answers: Answers to its questions.
     """
 
     outputs: list[tuple[int, RequestOutput]] = msgspec.field(default_factory=list[tuple[int, RequestOutput]])

@@ -1,4 +1,4 @@
-"""The requests of one event loop as streams: waiting for outputs, slow readers, leaving, ending all. The engine may be in this process or another."""
+"""The requests of one event loop as streams of outputs, with slow readers and readers that leave. The engine may be in this process or another."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jaxserve.request import FinishReason, Request, RequestOutput, Usage, ended_
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
-"""Commands are handled after the step under way; one that takes longer than this is stuck, or compiles."""
+"""Longest wait for an answer of the engine, in seconds. Commands are handled after the current step, which takes longer only if it is stuck or compiles."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Stream:
     """One request as its consumer sees it.
 
-    The engine does not wait for a slow reader: when too many outputs wait for it, its request is paused.
+    The engine does not wait for a slow reader: when too many outputs wait to be read, the request is paused.
 
     Args:
-        number: For commands.
+        number: Number of the stream in commands.
         request: The request.
-        text: Makes its text, where the engine does not.
-        stop: Where its text has ended: how many generated tokens it takes, and the stop string.
+        text: Makes the request's text, if the engine does not; else ``None``.
+        stop: End of its text: the number of generated tokens up to it and the stop string; ``None`` if the text goes on.
     """
 
     number: int
@@ -44,7 +44,7 @@ class _Stream:
     stop: tuple[int, str] | None = None
 
     async def next_output(self) -> RequestOutput:
-        """Waits for an output and joins to it what has come since: a consumer that fell behind catches up with one message."""
+        """Waits for an output and joins it with those that have arrived since, so that a consumer that fell behind catches up with one message."""
         outputs = [await self.outputs.get()]
         while not self.outputs.empty():
             outputs.append(self.outputs.get_nowait())
@@ -52,17 +52,20 @@ class _Stream:
 
 
 class Questions:
-    """What has been asked of another thread or process and not been answered yet. All methods belong to the event loop."""
+    """The questions to another thread or process that have not been answered yet. All methods belong to the event loop."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
 
     async def ask(self, send: Callable[[int], None]) -> Any:
-        """Sends a question under the number that it is given, and waits for what :meth:`answer` gets.
+        """Asks a question and waits for its answer.
+
+        Args:
+            send: Sends the question; called with its number, which :meth:`answer` gets back.
 
         Raises:
-            EngineError: There is no answer.
+            EngineError: No answer came within ``ANSWER_TIMEOUT_S``.
         """
         question = next(self._numbers)
         future = self._open[question] = asyncio.get_running_loop().create_future()
@@ -75,29 +78,29 @@ class Questions:
             del self._open[question]
 
     def answer(self, question: int, value: Any) -> None:
-        """Answers a question, if anybody still waits for it."""
+        """Delivers the answer to a question, if its asker still waits for it."""
         future = self._open.get(question)
         if future is not None and not future.done():
             future.set_result(value)
 
     def fail(self, error: Exception) -> None:
-        """Answers all questions with an error."""
+        """Makes all open questions raise an error."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)
 
 
 class Streams:
-    """The streams of a client of the engine's thread. All methods belong to the event loop.
+    """The streams of one client of the engine's thread. All methods belong to the event loop.
 
     Args:
         send: Hands a command to the engine's thread; returns at once.
-        admit: Raises if no request is taken now.
-        make_text: Gives what makes the text of a request whose text the engine does not make; ``None`` where it does.
+        admit: Raises if no request is accepted now.
+        make_text: Gives the maker of a request's text, for clients that make the text themselves; ``None`` if the engine makes it.
 
     Attributes:
-        reader_buffer: Outputs that wait for a slow reader before its request is paused; ``None`` for any number.
-        questions: To the engine's thread, or to who speaks for it.
+        reader_buffer: Number of outputs that may wait for a slow reader before its request is paused; ``None`` for no limit.
+        questions: The open questions to the engine's thread.
     """
 
     def __init__(self, send: Callable[[Command], None], admit: Callable[[], object], make_text: Callable[[Request], TextMaker] | None = None) -> None:
@@ -114,12 +117,13 @@ class Streams:
         self._nobody_reads.set()
 
     def __len__(self) -> int:
-        """How many have a consumer and have not ended."""
+        """Number of streams that have a consumer and have not ended."""
         return len(self._by_id)
 
     def on_end(self, listener: Callable[[Request, RequestOutput], None]) -> None:
-        """Has a listener told of each request that ends, once, with its last output: also of those whose consumer has gone, and of those that the engine did
-        not take. There is one listener; call it before the first request.
+        """Sets the listener that is called once for each request that ends, with its last output. Call this before the first request.
+
+        The listener is also called for requests whose consumer has left and for those that the engine refused.
         """
         self._on_end = listener
 
@@ -148,7 +152,7 @@ class Streams:
                 self._forget(request_id)
 
     async def abort(self, request_id: str, tenant: str | None) -> bool:
-        """See ``AsyncEngine.abort``. A request of another client is aborted too; that takes an answer of the engine's thread.
+        """See ``AsyncEngine.abort``. Also aborts a request of another client, which takes a question to the engine's thread.
 
         Raises:
             EngineError: The engine does not answer.
@@ -162,7 +166,7 @@ class Streams:
         return True
 
     async def inspect(self) -> SchedulerView:
-        """What runs and who waits, between two steps.
+        """A view of the running and waiting requests, taken between two steps.
 
         Raises:
             EngineError: The engine does not answer.
@@ -170,7 +174,7 @@ class Streams:
         return await self.questions.ask(lambda question: self._send(Inspect(question)))
 
     async def drain(self, timeout_s: float) -> None:
-        """Returns when all streams have ended; those that have not after ``timeout_s`` are aborted, each with a last output."""
+        """Waits until all streams have ended. Those that have not ended after ``timeout_s`` seconds are aborted, each with a last output."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._nobody_reads.wait(), timeout_s)
         if self._by_id:
@@ -186,7 +190,7 @@ class Streams:
     # -- From the engine's thread -------------------------------------------------------------------------------------------------------------
 
     def receive(self, delivery: Delivery) -> None:
-        """Deals out what the engine's thread has made."""
+        """Hands the outputs and answers of a delivery to those who wait for them."""
         for number, output in delivery.outputs:
             self.take(number, output)
         for answer in delivery.answers:
@@ -197,7 +201,7 @@ class Streams:
                     self.questions.answer(question, view)
 
     def take_tokens(self, number: int, token_ids: tuple[int, ...]) -> None:
-        """Takes new tokens of a stream that goes on; where its text is made here, the engine hears of the stop string that ends it."""
+        """Takes new tokens of a stream that goes on. If the text is made here and a stop string ends it, the engine is told."""
         stream = self._by_number.get(number)
         if stream is None or stream.stop is not None:  # what comes after the end of the text is no part of the answer
             return
@@ -233,7 +237,12 @@ class Streams:
             self._forget(output.request_id)
 
     def end_all(self, reason: FinishReason, error: ErrorData | None) -> None:
-        """Ends every stream without the engine, and every question."""
+        """Ends every stream and every open question without the engine.
+
+        Args:
+            reason: Finish reason of the streams' last outputs.
+            error: Their error, if ``reason`` is "error".
+        """
         for stream in list(self._by_id.values()):
             self.take(stream.number, ended_output(stream.request, stream.num_generated_tokens, reason, error))
         self._by_number.clear()
@@ -242,7 +251,7 @@ class Streams:
     # -- Inside -------------------------------------------------------------------------------------------------------------------------------
 
     def _put(self, stream: _Stream, output: RequestOutput) -> None:
-        """Hands on an output of a stream that goes on."""
+        """Puts an output of a stream that goes on into its queue, and pauses the request if too many wait there."""
         stream.num_generated_tokens = output.usage.completion_tokens
         if not self._has_consumer(stream):
             return
@@ -252,7 +261,7 @@ class Streams:
             self._send(SetPaused(stream.number, True))
 
     def _with_last_text(self, stream: _Stream, text: TextMaker, output: RequestOutput, reason: FinishReason) -> RequestOutput:
-        """The last output of a stream whose text is made here: the engine's own end, or its answer to a stop, or an end that came before it heard of one."""
+        """The last output of a stream whose text is made here. The engine may have ended it for its own reason, before or after it heard of a stop string."""
         token_ids = output.token_ids
         piece = ""
         if stream.stop is None:

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, for any number of clients that send it commands and are sent what comes of them. No event loop and no transport here."""
+"""The engine in a thread of its own, which serves the commands of any number of clients. Knows no event loop and no transport."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jaxserve.request import FinishReason, Request, RequestOutput, ended_output
 logger = logging.getLogger(__name__)
 
 _WATCH_PERIOD_S = 1.0
-"""A stuck step is noticed at most that much later than the limit says."""
+"""Longest time, in seconds, by which a stuck step is noticed later than the limit says."""
 
 
 Deliver = Callable[[Delivery], None]
@@ -44,15 +44,15 @@ OnEnd = Callable[[Request, RequestOutput], None]
 class EngineThread:
     """Runs an :class:`Engine` and handles the commands of its clients between two steps.
 
-    Commands of one client are handled in their order. Each request ends with one output that has a finish reason, unless its client has gone, or the engine
-    ends: then ``end_all`` tells its client.
+    Commands of one client are handled in their order. Each request ends with one output that has a finish reason, unless its client has gone. If the engine
+    itself ends, each client's ``end_all`` is called instead.
 
     Args:
         build: Makes the engine, warmed up; called in the thread.
 
     Attributes:
-        engine: The engine, once it is built.
-        started: Done when the engine is built; holds what made that fail.
+        engine: The engine; ``None`` until it is built.
+        started: Future that is done when the engine is built; holds the exception if that failed.
         is_dead: Whether the engine could not be built, could not go on, or was closed.
     """
 
@@ -85,11 +85,11 @@ class EngineThread:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Aborts what is in flight and ends the thread. Does nothing the second time.
+        """Aborts all requests in flight and ends the thread. Does nothing the second time.
 
         Args:
-            timeout_s: How long to wait for the step under way, in seconds. An engine that is still being built is not waited for: its thread ends
-                with the build, or with the process.
+            timeout_s: Longest wait for the current step, in seconds. An engine that is still being built is not waited for: its thread ends with the build,
+                or with the process.
         """
         self._closing = True
         self._commands.put(None)
@@ -97,19 +97,20 @@ class EngineThread:
             self._thread.join(timeout_s)
 
     def fail(self, reason: str) -> None:
-        """Ends every stream with an error and answers nothing any more. From any thread; for when the engine's own may be stuck for ever."""
+        """Ends every stream with an error and declares the engine dead. May be called from any thread, since the engine's own thread may be stuck."""
         self._end_clients("error", to_data(EngineDeadError(f"the engine has stopped: {reason}")))
 
     def attach(self, deliver: Deliver, end_all: EndAll) -> int:
-        """Takes a new client, from any thread.
+        """Registers a new client. May be called from any thread.
 
         Args:
-            deliver: Takes what a turn of the engine's thread has for it. Called in that thread; must return at once.
-            end_all: Told once that the engine has ended, and nothing more comes: the reason with which streams end, and the error if that is one. Called in
-                any thread; must return at once.
+            deliver: Takes the messages of one turn of the engine's thread. Called in that thread; must return at once.
+            end_all: Called once when the engine has ended and nothing more comes, with the finish reason of all streams and their error, if there is one.
+                Called
+                in any thread; must return at once.
 
         Returns:
-            Its number, for :meth:`send`.
+            The client's number, for :meth:`send`.
         """
         with self._end_lock:
             self._num_clients += 1
@@ -121,22 +122,22 @@ class EngineThread:
         return number
 
     def detach(self, number: int, on_end: OnEnd) -> None:
-        """Aborts what is in flight of a client, and forgets it. From any thread.
+        """Aborts a client's requests in flight, and forgets the client. May be called from any thread.
 
         Args:
-            number: Of the client.
-            on_end: Told in the engine's thread of each request that ends so, in the client's place.
+            number: The client's number.
+            on_end: Called in the engine's thread, in the client's place, with each request that ends in this way and its last output.
         """
         self._clients.pop(number, None)
         self._heirs[number] = on_end
         self._commands.put((number, LeaveAll()))
 
     def send(self, number: int, command: Command) -> None:
-        """Hands over a command of a client. From any thread."""
+        """Hands a command of a client to the engine's thread. May be called from any thread."""
         self._commands.put((number, command))
 
     def facts(self) -> EngineFacts:
-        """What clients need to know of the engine, which must be built."""
+        """The facts about the engine that clients need. The engine must be built."""
         engine = self.engine
         assert engine is not None
         return EngineFacts(
@@ -204,7 +205,7 @@ class EngineThread:
                         client[0](delivery)
 
     def _wait(self, engine: Engine, collections: FullCollections) -> list[tuple[int, Command] | None]:
-        """Sleeps while the engine has nothing to do, or need not do it yet. Returns the command that ended it, if one did."""
+        """Sleeps while the engine has nothing to do, or need not do it yet. Returns the command that ended the sleep, if one did."""
         idle_s = (engine.idle_s or engine.slack_s) if engine.has_work else math.inf
         if not idle_s:
             return []
@@ -281,7 +282,9 @@ class EngineThread:
             self._route((output,))
 
     def _route(self, outputs: Iterable[RequestOutput]) -> None:
-        """Addresses outputs that the engine has just made: at once, for an id that has ended may come again."""
+        """Adds outputs that the engine has just made to the deliveries of their clients. This must happen at once, as the id of an ended request may come
+        again.
+        """
         for output in outputs:
             number, stream, _ = self._routes[output.request_id]
             if output.finish_reason is not None:

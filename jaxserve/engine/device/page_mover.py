@@ -1,4 +1,4 @@
-"""Moves whole pages of the KV pool: from page to page, to host memory and back. Works on any layout of the pool; a page is a run of its rows."""
+"""The moves of whole pages of the KV pool: from page to page, to host memory and back. A page is a run of rows in any layout of the pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.kernels_pallas.ragged_paged_attention.api import KVPool
 from jaxserve.mesh import EACH_DEVICE, EACH_RANK
 
 PAGES_A_CALL = 8
-"""Pages of each rank that one program moves; a call with fewer is padded with pages out of range, which are dropped."""
+"""Number of pages of each rank that one call moves. A call with fewer is padded with pages out of range, which are dropped."""
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -27,8 +27,8 @@ class PageMover:
     """Carries out the page moves of a step, for all data ranks at once.
 
     Args:
-        plan: The pool.
-        num_host_pages: Pages of host memory for each data rank. They take memory when they are first written.
+        plan: The plan of the pool.
+        num_host_pages: Pages of host memory for each data rank. They take memory only when they are first written.
     """
 
     def __init__(self, plan: PoolPlan, num_host_pages: int) -> None:
@@ -45,7 +45,7 @@ class PageMover:
         ]
 
     def apply(self, pool: KVPool, moves: Sequence[PageMoves]) -> KVPool:
-        """The pool after the moves of each rank: swaps out, swaps in, copies. Waits for what goes to the host."""
+        """The pool after the moves of each rank: first swaps out, then swaps in, then copies. Waits for pages that go to the host."""
         for pairs in self._calls([rank.swap_outs for rank in moves]):
             self._swap_out(pool, pairs)
         for pairs in self._calls([rank.swap_ins for rank in moves]):
@@ -55,11 +55,11 @@ class PageMover:
         return pool
 
     def warmup(self) -> None:
-        """Compiles everything that ``apply`` runs."""
+        """Compiles the programs that ``apply`` runs."""
         self._programs.compile(with_swaps=self.num_host_pages > 0)
 
     def _calls(self, pairs: Sequence[Pairs]) -> list[list[Pairs]]:
-        """The pairs of each rank in portions that one program moves."""
+        """The pairs of each rank, in portions that one call moves."""
         num_calls = ceil_div(max(map(len, pairs)), PAGES_A_CALL)
         return [[rank[call * PAGES_A_CALL : (call + 1) * PAGES_A_CALL] for rank in pairs] for call in range(num_calls)]
 
@@ -90,14 +90,14 @@ class PageMover:
 
 
 class _Programs:
-    """The compiled moves. Pools are donated."""
+    """The compiled programs of the moves. Programs that change a pool donate it."""
 
     def __init__(self, plan: PoolPlan) -> None:
         layout, shape = plan.layout, plan.shape
         page_shapes = plan.page_shapes
 
         def rows(pages_N: Int32[Array, "N"], rows_a_page: int) -> Int32[Array, "R"]:
-            """Rows of the pages in each layer; out of range for a page that is."""
+            """Rows of the pages in each layer; out of range for a page that is out of range."""
             first_LN = (jnp.arange(shape.num_layers)[:, None] * shape.num_pages + pages_N) * rows_a_page
             first_LN = jnp.where(pages_N < shape.num_pages, first_LN, shape.num_layers * shape.num_pages * rows_a_page)
             return (first_LN[..., None] + jnp.arange(rows_a_page)).reshape(-1)

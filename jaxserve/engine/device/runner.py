@@ -1,4 +1,4 @@
-"""Runs schedules on the device: compiles the step for every bucket, owns parameters, pool and carry, and hands batches over without waiting."""
+"""The runner: it compiles the step for every bucket, owns parameters, pool and carry, and starts steps on the devices without waiting for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceStep:
-    """A step under way on the device. Its buffers are those of the next step too; only the sampled tokens are its own, and are on their way to the host."""
+    """A step in flight on the device. It owns only its sampled tokens, which are being copied to the host; pool and carry go on to the next step."""
 
     def __init__(self, token_ids_RB: jax.Array, bucket: Bucket, schedule: Schedule, on_failure: Callable[[Exception], None]) -> None:
         self._token_ids_RB = token_ids_RB
@@ -42,7 +42,7 @@ class DeviceStep:
         token_ids_RB.copy_to_host_async()
 
     def fetch(self) -> list[SequenceResult]:
-        """Waits for the step and returns the result of each scheduled sequence, rank by rank."""
+        """Waits for the step. Returns one result for each scheduled sequence, rank by rank."""
         ranks = self._schedule.ranks
         try:
             token_ids_RB = np.asarray(self._token_ids_RB).reshape(len(ranks), -1).tolist()
@@ -57,21 +57,21 @@ class DeviceStep:
 
 
 class DeviceRunner:
-    """See ``schedule.Runner``.
+    """The runner on jax devices; see ``schedule.Runner`` for its interface.
 
     Args:
-        model: What to run.
+        model: The model to run.
         params: Its parameters, on the devices of the pool's mesh.
-        pool_plan: The KV pool to allocate, and the mesh.
+        pool_plan: The plan of the KV pool to allocate, which also has the mesh.
         buckets: The shapes to compile for.
         max_num_seqs: Sequence slots of a data rank.
-        num_host_pages: Pages of host memory for each data rank's swapped pages; 0 swaps nothing.
-        compile_program: Compiles a bucket's step, or finds it compiled.
-        on_step: Told of each step before it runs: the other processes run it too.
-        states: The wide state of each sequence slot.
+        num_host_pages: Pages of host memory for each data rank's swapped pages; 0 for no swapping.
+        compile_program: Compiles a bucket's step, or loads it already compiled.
+        on_step: Called with each step before it runs, to send it to the other processes.
+        states: The kinds of wide state that each sequence slot has.
 
     Attributes:
-        num_late_compiles: Compiles after warm-up: each held up all running requests, and none should happen.
+        num_late_compiles: Number of compiles after warm-up. Each holds up all running requests; there should be none.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class DeviceRunner:
         return len(self._compiled)
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every bucket, and measures what swapping costs.
+        """Compiles the programs of every bucket, and measures times if there is host memory to swap to.
 
         Args:
-            progress: Called with the number of buckets done and of all.
+            progress: Called with the number of buckets done and the number of all.
         """
         started = time.monotonic()
         compile_all(self.buckets, self._compile, progress)
@@ -135,7 +135,7 @@ class DeviceRunner:
         logger.info("compiled %d buckets in %.1f s", self.num_programs, time.monotonic() - started)
 
     def dispatch(self, schedule: Schedule) -> DeviceStep:
-        """Starts one step. If it fails, here or in ``fetch``, the pool's content is lost and a fresh one takes its place."""
+        """Starts one step. If it fails, here or in ``fetch``, the pool's content is lost and an empty pool takes its place."""
         bucket, packed, fills = self._builder.build(schedule)
         moves = [rank.moves for rank in schedule.ranks]
         if self._on_step is not None:
@@ -144,13 +144,19 @@ class DeviceRunner:
         return DeviceStep(token_ids_RB, bucket, schedule, self._fail)
 
     def execute(self, bucket: Bucket, packed_RX: np.ndarray, moves: Sequence[PageMoves], fills_FRX: np.ndarray) -> jax.Array:
-        """Starts one step from its packed batch: what each of several processes does.
+        """Starts one step from its packed batch. Every process of an engine calls it with the same arguments.
+
+        Args:
+            bucket: Bucket of the step.
+            packed_RX: The packed batch of each data rank.
+            moves: Page moves of each data rank.
+            fills_FRX: Fills of slots; see ``batch.Batch``.
 
         Returns:
-            ``[ranks * B]`` The sampled tokens, under way.
+            The sampled token ids ``[ranks * B]``, which may not be computed yet.
 
         Raises:
-            EngineDeadError: It failed, and there are other processes, which cannot be put right from here.
+            EngineDeadError: The step failed and the engine has several processes, whose pools cannot be reset together.
         """
         compiled = self._compiled.get(bucket)
         if compiled is None:
@@ -174,12 +180,12 @@ class DeviceRunner:
         return token_ids_RB
 
     def temp_bytes(self) -> dict[Bucket, int]:
-        """Bytes of temporaries of each compiled bucket."""
+        """Bytes of temporary device memory that each compiled bucket needs."""
         analyses = {bucket: compiled.memory_analysis() for bucket, compiled in self._compiled.items()}
         return {bucket: analysis.temp_size_in_bytes for bucket, analysis in analyses.items() if analysis is not None}
 
     def programs_sha256(self) -> str:
-        """Of the text of all compiled steps: the same where the same is run."""
+        """The SHA-256 of the text of all compiled steps; equal for two runners that run the same programs."""
         texts = [f"{bucket}\n{self._compiled[bucket].as_text()}" for bucket in sorted(self._compiled)]
         return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
@@ -190,7 +196,7 @@ class DeviceRunner:
         return compiled
 
     def _measure_costs(self) -> RunnerCosts:
-        """Times a full prefill step and swaps of pages, on a pool that holds nothing yet. The fastest of three each."""
+        """The times of a full prefill step and of page swaps, measured on a pool that holds nothing yet. Each is the fastest of three."""
         largest = max((bucket for bucket in self.buckets.all() if not bucket.decode_only), key=lambda bucket: bucket.num_tokens)
         bucket = self.buckets.narrow(largest, ())
         num_tokens = min(bucket.num_tokens, self.num_pages * self.page_size, bucket.table_width * self.page_size)

@@ -1,4 +1,4 @@
-"""Fills the wide state of sequence slots, before a step, with tokens that no step will run."""
+"""The filling of the slots' wide state, before a step, with tokens that no step will run; see ``step.slot_state``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxserve.mesh import EACH_RANK, Layout
 
 
 class SlotFiller:
-    """One program, for all data ranks at once. Without any state there is nothing to compile and nothing to fill.
+    """Fills the wide state of all data ranks with one program. If there is no wide state, it compiles and fills nothing.
 
     Args:
-        kinds: The states.
-        layout: The mesh.
+        kinds: The kinds of wide state.
+        layout: The mesh and the sharding rules.
         max_num_seqs: Sequence slots of a data rank.
     """
 
@@ -31,12 +31,12 @@ class SlotFiller:
         self._max_num_seqs = max_num_seqs
 
     def warmup(self) -> None:
-        """Compiles what ``apply`` runs."""
+        """Compiles the program that ``apply`` runs."""
         if self._kinds:
             _ = self._program
 
     def apply(self, carry: Carry, fills_FRX: np.ndarray) -> Carry:
-        """The carry after the fills of a batch, one after the other. It is donated."""
+        """The carry after the fills of a batch, run one after the other. The states of ``carry`` are donated."""
         for fill_RX in fills_FRX:
             carry = carry._replace(states=self._program(carry.states, self._layout.from_host(fill_RX, EACH_RANK)))
         return carry

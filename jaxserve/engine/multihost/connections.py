@@ -1,4 +1,4 @@
-"""TCP connections between the hosts of an engine: listening, calling, and letting in only who shows what a host knows. No jax."""
+"""The TCP connections between the hosts of an engine: listening, calling, and admitting only those who show the password. Imports no jax."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from jaxserve.errors import ConfigError, HostLostError
 logger = logging.getLogger(__name__)
 
 SHAKE_S = 5.0
-"""For a new connection to show what it must."""
+"""Time in which a new connection must show the password, in seconds."""
 _PUBLIC = b"jaxserve hosts 1"
-"""Shown by the hosts before there is a secret; keeps out who came to this port by mistake."""
+"""Password of the hosts before they share a secret. It only keeps out connections that came to this port by mistake."""
 _GO = b"!"
 _INDEX = struct.Struct("<I")
 _POLL_S = 0.1
 
 
 def listen(address: str, port: int, key: str) -> socket.socket:
-    """A listening socket.
+    """A listening TCP socket.
 
     Args:
-        address: Own; empty for all.
+        address: Address of this host to listen on; empty for all addresses.
         port: TCP port.
-        key: What the configuration calls it.
+        key: Name of the port's key in the configuration, for the message.
 
     Raises:
-        ConfigError: The port cannot be had.
+        ConfigError: The port cannot be listened on.
     """
     try:
         return socket.create_server((address, port))
@@ -43,17 +43,19 @@ def listen(address: str, port: int, key: str) -> socket.socket:
 
 
 def admit(listener: socket.socket, num_others: int, password: bytes, timeout_s: float, shake_s: float = SHAKE_S) -> dict[int, socket.socket]:
-    """The connections of hosts 1 to ``num_others``, once all are there. Strangers are turned away and hold up nobody; of a host's calls the latest counts.
+    """The connections of hosts 1 to ``num_others`` by host index, once all have come.
+
+    Connections that do not show the password are closed and hold up nobody. If a host connects more than once, its latest connection counts.
 
     Args:
-        listener: Stays open.
-        num_others: How many there are.
-        password: What they must show.
-        timeout_s: How long to wait for them.
-        shake_s: How long each may take to show it.
+        listener: The listening socket, which stays open.
+        num_others: Number of the other hosts.
+        password: Password that they must show.
+        timeout_s: Longest wait for all of them, in seconds.
+        shake_s: Longest time that a connection may take to show the password, in seconds.
 
     Raises:
-        HostLostError: Not all came in time; it says who did not.
+        HostLostError: Not all came in time. The message names those that did not.
     """
     admitted: dict[int, socket.socket] = {}
     lock, is_over = threading.Lock(), threading.Event()
@@ -92,17 +94,17 @@ def admit(listener: socket.socket, num_others: int, password: bytes, timeout_s: 
 
 
 def call(host: str, port: int, index: int, password: bytes, timeout_s: float) -> socket.socket:
-    """A connection to the leader, which may not be there yet.
+    """A connection to the leader, which may not be listening yet.
 
     Args:
-        host: Where the leader is.
-        port: Its port.
-        index: Of this host.
-        password: What the leader asks for.
-        timeout_s: How long to try.
+        host: Name or address of the leader.
+        port: The leader's port.
+        index: Index of this host.
+        password: Password to show.
+        timeout_s: Longest time to try, in seconds.
 
     Raises:
-        HostLostError: It cannot be reached in time.
+        HostLostError: The leader cannot be reached in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -118,7 +120,7 @@ def call(host: str, port: int, index: int, password: bytes, timeout_s: float) ->
 
 
 def await_all(listener: socket.socket, num_others: int, timeout_s: float) -> None:
-    """Waits until all hosts are started: jax itself aborts a process whose peers do not come.
+    """Waits until all hosts have started. This comes before jax's own meeting, because jax aborts a process whose peers do not come.
 
     Raises:
         HostLostError: Not all came in time.
@@ -129,7 +131,7 @@ def await_all(listener: socket.socket, num_others: int, timeout_s: float) -> Non
 
 
 def await_leader(host: str, port: int, index: int, timeout_s: float) -> None:
-    """The other hosts' side of :func:`await_all`.
+    """Waits until the leader says that all hosts have started; the other hosts' side of :func:`await_all`.
 
     Raises:
         HostLostError: The leader, or another host, did not come in time.
@@ -143,10 +145,10 @@ def await_leader(host: str, port: int, index: int, timeout_s: float) -> None:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Exactly ``size`` bytes.
+    """The next ``size`` bytes of a connection.
 
     Raises:
-        OSError: The connection ended, or nothing came for its time limit.
+        OSError: The connection ended, or nothing came within its time limit.
     """
     parts = bytearray()
     while len(parts) < size:

@@ -1,4 +1,4 @@
-"""Which hosts run the engine together, and which of them this is: as configured, or as Cloud TPU tells. No jax."""
+"""The hosts that run the engine together, and which of them this is, from the configuration or from Cloud TPU. Imports no jax."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _METADATA_TIMEOUT_S = 3.0
 
 
 def find_hosts(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> tuple[Sequence[str], int]:
-    """The hosts and the index of this one: as configured; on a TPU as its environment or the metadata server of its VM says; else this one alone.
+    """The hosts and the index of this one. If the configuration names none, a TPU's environment or its VM's metadata server is asked; else this host is alone.
 
     Args:
-        config: What is set wins.
-        environment: With the ``JAX_PLATFORMS`` that is in force.
+        config: The configuration; what it sets has precedence.
+        environment: The environment variables. ``JAX_PLATFORMS`` must be the one in force.
 
     Returns:
-        Fewer than two hosts where there are no others.
+        The hosts, fewer than two if there are no others, and this host's index.
 
     Raises:
-        ConfigError: It cannot be told which host this is.
+        ConfigError: It is not clear which host this is.
     """
     hosts, index = config.hosts, config.host_index
     if not hosts and environment.get("JAX_PLATFORMS", "").split(",")[0] == "tpu":
@@ -42,10 +42,11 @@ def find_hosts(config: DistributedConfig, environment: Mapping[str, str] = os.en
 
 
 def own_address(host: str) -> str:
-    """The address to listen on for connections to ``host``, this machine: its own, or empty for all where that one is only translated to it.
+    """The address to listen on for connections to ``host``, which names this machine. Empty, for all addresses, if the machine does not have that address
+    itself because it is only translated to it.
 
     Raises:
-        ConfigError: The name is none.
+        ConfigError: The name cannot be resolved.
     """
     try:
         address = socket.gethostbyname(host)
@@ -68,7 +69,7 @@ def _own_index(hosts: Sequence[str]) -> int:
 
 
 def _tpu_hosts(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int | None]:
-    """From the variables that a TPU's container has, else from the metadata server that a TPU VM has."""
+    """The hosts and this host's index, from the environment variables of a TPU's container, else from the metadata server of a TPU VM."""
     names, worker = environment.get("TPU_WORKER_HOSTNAMES", ""), environment.get("TPU_WORKER_ID", "")
     if not names and "TPU_SKIP_MDS_QUERY" not in environment:
         server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
@@ -79,7 +80,7 @@ def _tpu_hosts(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int | N
 
 
 def _metadata(server: str, key: str) -> str:
-    """An attribute of this VM; empty where there is no such server or attribute."""
+    """An attribute of this VM; empty if there is no such server or attribute."""
     connection = http.client.HTTPConnection(server, timeout=_METADATA_TIMEOUT_S)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", f"/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"})

@@ -1,4 +1,4 @@
-"""Several processes as one engine: joining jax's distributed runtime, agreeing on what all must have alike, following, and ending together. One leads."""
+"""Several processes that run one engine: joining jax's distributed runtime, checking that all are alike, following the leader, and ending together."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 LOST_HOST_STATUS = 1
 CPU_COLLECTIVES_SINCE = (0, 11)
-"""The version of jax from which several processes on CPUs are let run; they hang with 0.10.2, and ran with 0.12.0."""
+"""First version of jax with which several processes on CPUs are allowed. They hang with 0.10.2, and ran with 0.12.0."""
 SECOND_SIGNAL_STATUS = 130
 _LAST_WORDS_S = 1.0
-"""For clients to be told, and for the other processes to end, before this one does."""
+"""Seconds that a process waits before it ends, so that clients get their errors and the other processes can end first."""
 _EXIT_TIMEOUT_S = 30
-"""How long jax lets the processes wait for each other at the very end."""
+"""Longest time, in seconds, that jax lets the processes wait for each other when they shut down."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Processes:
     """The processes of an engine, seen from one of them. All run the same programs in the same order.
 
     Args:
-        index: Of this one; 0 leads.
-        count: Of all.
-        sender: The leader's end of the step channel.
-        receiver: A follower's end.
+        index: Index of this process; the process with index 0 leads.
+        count: Number of all processes.
+        sender: The leader's end of the step channel; ``None`` in a follower, or if there is one process.
+        receiver: A follower's end of the step channel; ``None`` in the leader.
     """
 
     index: int = 0
@@ -60,15 +60,15 @@ class Processes:
         return self.index == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The values that the processes gave, in order; waits for all. ``value`` must be JSON's."""
+        """The values that the processes gave, in the order of their indices. Every process must call it, and it waits for all. Values are JSON data."""
         end = self.sender or self.receiver
         return [value] if end is None else end.gather(value)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Checks that these facts are the same in all processes.
+        """Checks that these facts are the same in all processes. Every process must call it.
 
         Raises:
-            ConfigError: They are not; it says which.
+            ConfigError: They differ. The message names those that do.
         """
         leads, *others = self.gather({key: str(value) for key, value in facts.items()})
         for index, other in enumerate(others, start=1):
@@ -78,17 +78,17 @@ class Processes:
                 raise ConfigError(f"the hosts must be alike, and are not: {told}")
 
     def smallest(self, memory: Memory) -> Memory:
-        """What every process has: the pool's size is a shape of programs that all must compile alike."""
+        """The smallest memory of all processes. The pool is sized by it, because its size is a shape of programs that must be the same in all processes."""
         each = self.gather([memory.total_bytes, memory.free_bytes])
         return Memory(*map(min, zip(*each, strict=True)))
 
     def meet(self) -> None:
-        """Waits until all processes have come here."""
+        """Waits until all processes have called it."""
         self.gather(None)
 
     @contextlib.contextmanager
     def ending_together(self) -> Iterator[None]:
-        """What is raised in it, and so ends this process, is told to the others, which end too."""
+        """A context in which an exception, which ends this process, is told to the other processes, so that they end too."""
         try:
             yield
         except BaseException as error:
@@ -96,31 +96,32 @@ class Processes:
             raise
 
     def fail(self, reason: str) -> None:
-        """Tells the others why this process is about to end: they end too."""
+        """Tells the other processes why this one is about to end, so that they end too."""
         end = self.sender or self.receiver
         if end is not None:
             end.fail(reason)
 
     def close(self) -> None:
-        """Lets the followers end."""
+        """Tells the followers to end. Does nothing in a follower."""
         if self.sender is not None:
             self.sender.close()
 
 
 def join(config: Config, hosts: Sequence[str], index: int, before_end: Callable[[str], None]) -> Processes:
-    """Joins the processes of all hosts; returns when all are there and alike. Call it before jax looks for devices, in the main thread.
+    """Joins the processes of all hosts, and returns when all have come and are alike. Call it in the main thread, before jax looks for devices.
 
-    From then on this process ends when another is lost, with status ``LOST_HOST_STATUS``: a collective may be waiting for it, and cannot be interrupted.
+    From then on, this process ends with status ``LOST_HOST_STATUS`` when another one is lost, because a collective may be waiting for the lost one and cannot
+    be interrupted.
 
     Args:
-        config: Must be the same in all, but for what only the leader reads.
-        hosts: All of them; with fewer than two there is nothing to join.
-        index: Which one this is.
-        before_end: Told why, from another thread, a second before this process is ended so.
+        config: The configuration, which must be the same in all processes, except for keys that only the leader reads.
+        hosts: All hosts. With fewer than two there is nothing to join.
+        index: Index of this host.
+        before_end: Called with the reason, from another thread, before this process is ended in that way. The leader then still waits for a second.
 
     Raises:
-        ConfigError: A port cannot be listened on, the processes are not alike, or this jax cannot run several on CPUs.
-        HostLostError: Not all came.
+        ConfigError: A port cannot be listened on, the processes are not alike, or this version of jax cannot run several processes on CPUs.
+        HostLostError: Not all hosts came.
     """
     if len(hosts) < 2:
         return Processes()
@@ -163,7 +164,7 @@ def join(config: Config, hosts: Sequence[str], index: int, before_end: Callable[
 
 
 def follow(processes: Processes, runner: DeviceRunner) -> None:
-    """Runs the leader's steps until it ends.
+    """Runs the leader's steps in a follower, until the leader ends.
 
     Raises:
         HostLostError: The leader is lost.
@@ -176,10 +177,12 @@ def follow(processes: Processes, runner: DeviceRunner) -> None:
 
 @contextlib.contextmanager
 def leaving_the_end_to_the_leader(processes: Processes) -> Iterator[threading.Event]:
-    """Signals to a follower: who stops all hosts at once wants the leader to drain, so the first is noted only. A second one ends this process.
+    """A context for a follower, in which the first SIGINT or SIGTERM only logs a warning and the second ends the process.
+
+    Whoever stops all hosts at once wants the leader to drain its requests, for which it needs the followers.
 
     Yields:
-        Set it when the engine is ready: before that there is nothing to drain, and the first signal ends this process.
+        An event to set when the engine is ready. Before that there is nothing to drain, and the first signal ends this process.
     """
     is_ready, is_noted = threading.Event(), threading.Event()
 
@@ -221,7 +224,7 @@ def _initialize(config: DistributedConfig, hosts: Sequence[str], index: int, add
 
 
 def _facts(config: Config) -> dict[str, Any]:
-    """What must be alike for all to compile the same programs; of the configuration all but what only the leader reads."""
+    """The facts that must be the same in all processes so that they compile the same programs: versions, devices, and the configuration that all read."""
     sections = dataclasses.asdict(config)
     del sections["server"], sections["tenants"], sections["distributed"]["host_index"]
     platform = sections.pop("platform")
@@ -238,7 +241,7 @@ def _facts(config: Config) -> dict[str, Any]:
 
 
 def _share_secret() -> bytes:
-    """Random bytes of the leader's, known to the processes that joined and to no one else."""
+    """Random bytes from the leader, which only the processes that joined know."""
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     own = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)

@@ -1,4 +1,4 @@
-"""How the leading process and the others talk: framed bytes over TCP for steps and small values, and a heartbeat both ways that notices a lost host. No jax."""
+"""The channel between the leading process and the followers: frames over TCP with steps and small values, and heartbeats both ways. Imports no jax."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from jaxserve.errors import HostLostError
 SECRET_BYTES = 32
 
 _FRAME = struct.Struct("<BI")
-"""Kind, bytes that follow."""
+"""Header of a frame: its kind, and the number of bytes that follow."""
 _STEP, _VALUE, _HEARTBEAT, _STOP, _FAILED, _LOST = range(1, 7)
-"""What a frame is: a step, a JSON value, nothing, the clean end, the reason of another end. ``_LOST`` is never sent: a reader leaves it to who waits."""
+"""Kinds of frames: a step, a JSON value, a heartbeat, the clean end, and the reason of a failure. ``_LOST`` is never sent; the thread that reads a
+connection passes it to those who wait for a frame.
+"""
 _STEP_HEADER = struct.Struct("<III")
-"""Bucket, bytes of the page copies, bytes of the fills; the packed batch is the rest."""
+"""Header of a step: the bucket's index, the bytes of the page copies, and the bytes of the fills. The packed batch is the rest."""
 _MAX_BYTES = 2**28
-"""No frame comes near it."""
+"""Largest size of a frame that is accepted, in bytes; real ones are far smaller."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """How long things may take, in seconds.
+    """The time limits of the channel, in seconds.
 
     Args:
-        heartbeat_s: Between two heartbeats.
-        silence_s: A process that says nothing for this long is lost: stopped, or stuck. Long, because a host short of CPU time is late: compiling on a
-            machine with eight times the work that it could do kept one silent for 20 s.
-        unheard_s: A host whose network says nothing for this long is lost. Its kernel answers, however busy it is.
-        connect_s: For all followers to come, and to find the leader.
-        shake_s: For a new connection to show the secret.
-        close_s: For the other side to hear that this one ends.
-        stop_s: For a follower to end once the leader has.
+        heartbeat_s: Time between two heartbeats.
+        silence_s: Time without any frame after which a process counts as lost, because it is stopped or stuck. It is long, as a host short of CPU time is
+            late: compiling on a machine with eight times the work that it could do kept one silent for 20 s.
+        unheard_s: Time without any answer from a host's network after which the host counts as lost. Its kernel answers however busy the host is.
+        connect_s: Longest wait for all followers to come, or for the leader to be reached.
+        shake_s: Longest time for a new connection to show the secret.
+        close_s: Longest wait for the other side to receive the end of this one.
+        stop_s: Longest time for a follower to end after the leader has.
     """
 
     heartbeat_s: float = 2.0
@@ -60,14 +62,15 @@ TIMES = Times()
 
 
 class StepSender:
-    """The leader's end.
+    """The leader's end of the step channel.
 
     Args:
-        listener: Of the step port; closed once all are here.
-        num_followers: How many there are.
-        on_loss: Called once, from another thread, with what happened when a follower is lost or has failed. It should end the process: a collective may be
-            waiting for that follower for ever.
-        times: Limits.
+        listener: Listening socket of the step port; closed once all followers have come.
+        num_followers: Number of followers.
+        on_loss: Called once, from another thread, with the reason, when a follower is lost or has failed. It should end the process, since a collective may
+            wait
+            for that follower for ever.
+        times: The time limits.
     """
 
     def __init__(self, listener: socket.socket, num_followers: int, on_loss: Callable[[str], None], times: Times = TIMES) -> None:
@@ -80,7 +83,7 @@ class StepSender:
         self._ended = threading.Event()
 
     def accept(self, secret: bytes) -> None:
-        """Waits until every follower has come and shown the secret. Strangers are turned away, and hold up nobody.
+        """Waits until every follower has come and shown the secret. Other connections are closed and hold up nobody.
 
         Raises:
             HostLostError: Not all came in time.
@@ -99,10 +102,10 @@ class StepSender:
         self._send_all(_STEP, _STEP_HEADER.pack(message.bucket, len(copies), len(fills)) + copies + fills + message.packed.tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """The value that each process gave, in the order of the hosts; waits for all. Every process must call it.
+        """The values that the processes gave, in the order of the hosts. Every process must call it, and it waits for all.
 
         Raises:
-            HostLostError: One is lost.
+            HostLostError: A follower is lost.
         """
         values = [value] + [json.loads(self._peers[index].receive(_VALUE)[1]) for index in sorted(self._peers)]
         self._send_all(_VALUE, json.dumps(values).encode())
@@ -113,7 +116,7 @@ class StepSender:
         self._end(_FAILED, reason.encode())
 
     def close(self) -> None:
-        """Tells the followers to end, and waits until they have heard it."""
+        """Tells the followers to end, and waits until they have received it, for ``close_s`` at most."""
         self._end(_STOP, b"")
 
     def _send_all(self, kind: int, data: bytes) -> None:
@@ -141,17 +144,18 @@ class StepSender:
 
 
 class StepReceiver:
-    """A follower's end.
+    """A follower's end of the step channel.
 
     Args:
-        host: Where the leader is.
-        port: The leader's port.
-        index: Of this host, 1 or more.
-        secret: What the leader gave to all processes.
-        on_loss: Called once, from another thread, with what happened when the leader is lost, has failed, or has ended while this process could not.
-            It should end the process: a collective may be waiting for the leader for ever.
-        on_early_stop: Called likewise when the leader ends cleanly before it has asked for :meth:`messages`, in the midst of loading or compiling.
-        times: Limits.
+        host: Name or address of the leader.
+        port: The leader's step port.
+        index: Index of this host, ``>= 1``.
+        secret: The secret that the leader gave to all processes.
+        on_loss: Called once, from another thread, with the reason, when the leader is lost, has failed, or has ended while a step is still running here. It
+            should end the process, since a collective may wait for the leader for ever.
+        on_early_stop: Called once, from another thread, when the leader ends cleanly before this process has called :meth:`messages`, while it still loads or
+            compiles.
+        times: The time limits.
 
     Raises:
         HostLostError: The leader cannot be reached in time.
@@ -175,7 +179,10 @@ class StepReceiver:
         return json.loads(self._peer.receive(_VALUE)[1])
 
     def messages(self, num_ranks: int) -> Iterator[StepMessage]:
-        """The steps, in order, until the leader ends.
+        """The leader's steps, in order, until the leader ends.
+
+        Args:
+            num_ranks: Number of data ranks.
 
         Raises:
             HostLostError: The leader is lost.
@@ -196,7 +203,7 @@ class StepReceiver:
         self.close()
 
     def fail(self, reason: str) -> None:
-        """Tells the leader why this process is about to end. Waits for nothing: the leader ends when it has heard it, and jax then aborts who is left."""
+        """Tells the leader why this process is about to end, without waiting. The leader then ends too, and jax aborts the other processes."""
         if not self._ended.is_set():
             self._ended.set()
             self._peer.send(_FAILED, reason.encode())
@@ -222,9 +229,9 @@ class _Peer:
     """The process at the other end of a connection.
 
     Args:
-        name: For messages.
-        connection: Connected.
-        times: Limits.
+        name: Name of the process, for messages.
+        connection: The connected socket.
+        times: The time limits.
     """
 
     def __init__(self, name: str, connection: socket.socket, times: Times) -> None:
@@ -238,7 +245,7 @@ class _Peer:
         self._reader: threading.Thread | None = None
 
     def start(self, on_loss: Callable[[str], None], on_stop: Callable[[], None] = lambda: None) -> None:
-        """Reads in a thread of its own, whatever the others wait for.
+        """Starts a thread that reads the connection.
 
         Args:
             on_loss: Called with the reason when the peer is lost or failed.
@@ -248,7 +255,7 @@ class _Peer:
         self._reader.start()
 
     def send(self, kind: int, data: bytes = b"") -> None:
-        """Sends a frame. That the peer is lost is the reader's to tell: it has what the peer said last."""
+        """Sends a frame. If the peer is lost, the reading thread reports it, since it has the peer's last frames."""
         with self._lock:
             try:
                 self._connection.sendall(_FRAME.pack(kind, len(data)) + data)
@@ -257,10 +264,10 @@ class _Peer:
                     self._connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self, *kinds: int) -> tuple[int, bytes]:
-        """Waits for the next frame, which is of one of these kinds.
+        """Waits for the next frame, which must be of one of these kinds. Returns its kind and content.
 
         Raises:
-            HostLostError: The peer is lost.
+            HostLostError: The peer is lost, or has sent a frame of another kind.
         """
         kind, data = self._frames.get()
         if kind == _LOST:
@@ -270,7 +277,7 @@ class _Peer:
         return kind, data
 
     def close(self, timeout_s: float) -> None:
-        """Ends the connection, once the peer has heard what was sent and ended it too, or after ``timeout_s``."""
+        """Ends the connection, when the peer has received everything and ended it too, or after ``timeout_s`` seconds."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         if self._reader is not None and self._reader is not threading.current_thread():

@@ -1,4 +1,4 @@
-"""The scheduler's state request by request, as plain data for a person who looks. Tells nothing of what prompts and answers say; imports no jax."""
+"""A view of the scheduler's state, request by request, as plain data for people. Contains no text of prompts or answers. Imports no jax."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus, by_order
 
 MAX_WAITING = 100
-"""Of a long queue only the head is shown."""
+"""Largest number of waiting requests in a view, from the head of the queue."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceView:
-    """One request.
+    """The view of one request.
 
     Args:
-        status: Of :class:`SequenceStatus`.
-        rank: The data rank that holds its pages, or its host pages; ``None`` if none does.
-        age_s: Time since its arrival.
-        num_prompt_tokens: Of its prompt.
-        num_cached_tokens: Those of them found in the prefix cache; ``None`` before it has run.
-        num_scheduled_tokens: Tokens whose keys and values are there.
-        num_generated_tokens: So far.
-        max_tokens: At most.
-        num_pages: Pages held; while swapped, host pages.
-        num_preemptions: So far.
+        request_id: Id of the request.
+        status: Value of :class:`SequenceStatus`.
+        rank: Index of the data rank that holds its pages or host pages; ``None`` if none does.
+        age_s: Seconds since its arrival.
+        tenant: Name of its tenant.
+        priority: Its priority; see ``RequestOptions``.
+        num_prompt_tokens: Number of tokens of its prompt.
+        num_cached_tokens: Number of prompt tokens found in a prefix cache; ``None`` before it has run.
+        num_scheduled_tokens: Number of tokens whose keys and values are in the pool, or will be after the steps in flight.
+        num_generated_tokens: Number of tokens generated so far.
+        max_tokens: Largest number of tokens that it may generate.
+        num_pages: Number of pages that it holds; of host pages while it is swapped.
+        num_preemptions: Number of its preemptions so far.
     """
 
     request_id: str
@@ -47,15 +50,19 @@ class SequenceView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankView:
-    """One data rank's pool.
+    """The view of one data rank.
 
     Args:
-        num_used_pages: Held by requests.
-        num_idle_pages: Held by none, kept by the prefix cache: given up when they are needed.
-        num_free_pages: Neither.
-        num_cached_pages: Kept by the prefix cache, held or not.
-        num_host_pages: Of host memory.
-        num_free_host_pages: Those of them that hold nothing.
+        rank: Index of the rank.
+        num_running: Number of running requests.
+        num_swapped: Number of requests in host memory.
+        num_pages: Number of pages of its pool.
+        num_used_pages: Number of pages that requests hold.
+        num_idle_pages: Number of pages that only the prefix cache keeps; they are evicted when they are needed.
+        num_free_pages: Number of pages that are neither held nor cached.
+        num_cached_pages: Number of pages that the prefix cache keeps, held or not.
+        num_host_pages: Number of pages of host memory.
+        num_free_host_pages: Number of host pages that are free.
     """
 
     rank: int
@@ -72,14 +79,15 @@ class RankView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerView:
-    """The whole.
+    """The view of a scheduler.
 
     Args:
-        running: Rank by rank, first in order first.
-        swapped: Likewise.
-        paused: Those whose clients read too slowly.
-        num_waiting: Of the queue.
-        waiting: Its first ``MAX_WAITING``.
+        ranks: The data ranks.
+        running: The running requests, rank by rank, each rank's in their order.
+        swapped: The requests in host memory, in the same order.
+        paused: The requests whose clients read too slowly.
+        num_waiting: Number of requests in the queue.
+        waiting: The first ``MAX_WAITING`` of them.
     """
 
     ranks: tuple[RankView, ...]
@@ -91,10 +99,10 @@ class SchedulerView:
 
 
 def inspect_scheduler(scheduler: Scheduler, now_s: float) -> SchedulerView:
-    """Looks at a scheduler between two steps.
+    """The view of a scheduler between two steps.
 
     Args:
-        scheduler: Is not changed.
+        scheduler: The scheduler, which is not changed.
         now_s: The time, by the clock of ``Request.arrival_s``.
     """
 

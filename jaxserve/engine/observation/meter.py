@@ -1,4 +1,4 @@
-"""What an engine measures while it serves: histograms as plain numbers. A token costs one comparison; imports no jax and knows no metrics library."""
+"""The engine's measurements while it serves, as histograms of plain numbers. Most tokens cost one comparison. Imports no jax and no metrics library."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.request import FinishReason, RequestTimes
 
 TOKEN_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-"""Of times between tokens and of steps."""
+"""Bounds of histograms of times between tokens and of steps."""
 HOST_BOUNDS_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 REQUEST_BOUNDS_S = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
-"""Of times that hang on a whole prompt, a queue or an answer."""
+"""Bounds of histograms of times that depend on a whole prompt, a queue or an answer."""
 COUNT_BOUNDS = tuple(float(2**power) for power in range(20))
-"""Of tokens and sequences."""
+"""Bounds of histograms of numbers of tokens and sequences."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class HistogramSnapshot:
     """A histogram at one moment.
 
     Args:
-        bounds: Upper ends of all buckets but the last, which has none; a value equal to a bound lies below it.
-        counts: Values in each bucket, one more than there are bounds.
+        bounds: Upper ends of all buckets but the last, which has none. A value equal to a bound is in the bucket that ends there.
+        counts: Number of values in each bucket; there is one more than bounds.
         total: Sum of the values.
     """
 
@@ -42,10 +42,10 @@ class HistogramSnapshot:
 
 
 class Histogram:
-    """Counts values in fixed buckets. Written by one thread, read by any.
+    """Counts values in fixed buckets. One thread writes, any thread may read.
 
     Args:
-        bounds: Ascending; see :class:`HistogramSnapshot`.
+        bounds: Upper ends of the buckets, ascending; see :class:`HistogramSnapshot`.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -64,24 +64,25 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
-    """All histograms at one moment; times in seconds.
+    """All histograms at one moment. Times are in seconds.
 
     Args:
-        queue_s: From arrival to the first step; of each request that came to run.
-        prefill_s: From the first step to the first token; of each request that got one.
-        first_token_s: TTFT: from arrival to the first token; likewise.
-        inter_token_s: ITL: between one token of a request and the next; of each token but the first, and the first after a pause.
-        decode_s: From the first token to the last, without the time between two tokens in which it was paused; of each ended request with a ``per_token_s``.
-        per_token_s: TPOT: the same, divided by the tokens of which ``inter_token_s`` tells.
-        end_to_end_s: From arrival to the end, by the reason of the end; of every request that was taken and has ended.
-        prompt_tokens: Of each such request.
-        generated_tokens: Of each such request.
-        step_s: Steps of the engine: scheduling, device and output together. Where steps overlap, from the end of one to the end of the next.
-        step_host_s: Those parts of a step in which the device was not waited for.
-        step_sequences: Sequences of a step.
-        step_tokens: Tokens of a step.
-        bucket_sequences: Sequences that the step was compiled for, of all data ranks.
-        bucket_tokens: Tokens that it was compiled for; what ``step_tokens`` leaves of them is padding.
+        queue_s: Time from arrival to the first step, of each request that came to run.
+        prefill_s: Time from the first step to the first token, of each request that got a token.
+        first_token_s: Time from arrival to the first token (TTFT), of each request that got a token.
+        inter_token_s: Time between two consecutive tokens of a request (ITL), for each token but the first one and the first one after a pause.
+        decode_s: Time from the first token to the last, without the intervals in which the request was paused, of each ended request that has a
+            ``per_token_s``.
+        per_token_s: ``decode_s`` divided by the number of the request's tokens that ``inter_token_s`` counts (TPOT).
+        end_to_end_s: Time from arrival to the end, by finish reason, of every request that was queued and has ended.
+        prompt_tokens: Number of prompt tokens of each such request.
+        generated_tokens: Number of generated tokens of each such request.
+        step_s: Duration of a step: scheduling, device and output together. If steps overlap, it is the time from the end of one to the end of the next.
+        step_host_s: The part of a step's duration in which the host did not wait for the device.
+        step_sequences: Number of sequences of a step.
+        step_tokens: Number of tokens of a step.
+        bucket_sequences: Number of sequences that the step's bucket has room for, on all data ranks together.
+        bucket_tokens: Number of tokens that the step's bucket has room for, on all data ranks together. What exceeds ``step_tokens`` is padding.
     """
 
     queue_s: HistogramSnapshot
@@ -102,7 +103,7 @@ class Measurements:
 
 
 class Meter:
-    """Takes the times that the engine's one clock gives. ``snapshot`` may be called from any thread, all else from the engine's."""
+    """Records the engine's measurements. ``snapshot`` may be called from any thread, everything else from the engine's thread only."""
 
     def __init__(self) -> None:
         self._queue_s = Histogram(REQUEST_BOUNDS_S)
@@ -123,9 +124,9 @@ class Meter:
         self._last_tokens_s = 0.0
 
     def tokens(self, grown: Iterable[tuple[Sequence, SequenceResult]], now_s: float) -> None:
-        """Notes that each of these has more tokens. Tokens that come together share the time since the one before them in equal parts.
+        """Records that sequences got tokens at ``now_s``. Tokens of a sequence that come together share the time since its previous token in equal parts.
 
-        Most of a step's sequences also had one in the step before: their intervals are the same one, which is counted at once.
+        Most sequences of a step also got a token in the step before. Their intervals are all equal and are counted at once.
         """
         previous_s, num_steady = self._last_tokens_s, 0
         for sequence, result in grown:
@@ -144,18 +145,18 @@ class Meter:
         self._last_tokens_s = now_s
 
     def pause(self, sequence: Sequence) -> None:
-        """Notes that a sequence stands still because of its reader: the time until its next token says nothing of the engine."""
+        """Records that a sequence is paused because of its reader. The time until its next token is not counted, since it says nothing about the engine."""
         if sequence.last_token_s is not None:
             sequence.paused_token_s, sequence.last_token_s = sequence.last_token_s, None
 
     def step(self, schedule: Schedule, step: PendingStep, *, total_s: float, wait_s: float) -> None:
-        """Notes a step that did not fail.
+        """Records a step that did not fail.
 
         Args:
-            schedule: What ran.
-            step: What it was padded to.
-            total_s: The engine's time that it took: steps that overlap share none.
-            wait_s: How long of this the device was waited for.
+            schedule: The schedule that ran.
+            step: The step, which knows the shapes it was padded to.
+            total_s: Duration of the step in seconds. Durations of overlapping steps do not overlap; see :class:`Measurements`.
+            wait_s: The part of ``total_s`` in which the host waited for the device.
         """
         self._step_s.observe(total_s)
         self._step_host_s.observe(total_s - wait_s)
@@ -165,7 +166,7 @@ class Meter:
         self._bucket_tokens.observe(step.num_bucket_tokens)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now_s: float) -> RequestTimes:
-        """Notes the end of a request, and tells its times."""
+        """Records the end of a request. Returns its times."""
         arrival_s = sequence.request.arrival_s
         self._end_to_end_s[reason].observe(now_s - arrival_s)
         self._prompt_tokens.observe(sequence.num_prompt_tokens)
@@ -207,7 +208,7 @@ class Meter:
         )
 
     def _token_after_none(self, sequence: Sequence, now_s: float) -> None:
-        """Notes a sequence's first token, or its first after a pause."""
+        """Records a sequence's first token, or its first token after a pause."""
         if sequence.paused_token_s is not None:
             sequence.num_gaps += 1
             sequence.gaps_s += now_s - sequence.paused_token_s

@@ -1,4 +1,4 @@
-"""What an engine has done and holds, as plain numbers."""
+"""The engine's counts of what it has done and what it holds, as plain numbers."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.request import FinishReason
 
 RefusalReason = Literal["quota", "overload", "shed", "queue_timeout", "deadline", "reader_timeout"]
-"""Why a request got an error in place of an answer: ``quota`` and ``overload`` were not taken at all, the others waited or ran before."""
+"""The reason why a request got an error for want of room or time. ``quota`` and ``overload`` mean that it was never queued; with the others it was."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Those before ``num_requests`` are of the engine's state at that moment, the others count since its start.
+    """A snapshot of the engine's counts. The fields before ``num_requests`` describe the engine's state at that moment; the others count since its start.
 
-    Every request taken is in exactly one place: ``num_requests == num_running + num_waiting + sum(finished.values())``.
+    Every request that was queued is in exactly one place: ``num_requests == num_running + num_waiting + sum(finished.values())``.
 
     Args:
-        num_running: Sequences that hold a slot and pages.
-        num_waiting: All other requests in flight: queued, preempted, swapped, paused.
-        num_swapped: Those of them whose keys and values are in host memory.
-        num_paused: Those whose client reads too slowly.
-        num_queued_tokens: Prompt tokens of those that have not begun.
-        num_pages: Pages of all data ranks.
-        num_free_pages: Pages that no request holds. Some may be cached: they are given up when they are needed.
-        num_cached_pages: Pages that the prefix caches keep, whether a request holds them too or not.
-        num_idle_pages: Those of them that no request holds.
+        num_running: Number of requests that hold a slot and pages.
+        num_waiting: Number of all other requests in flight: queued, preempted, swapped or paused.
+        num_swapped: Number of requests whose keys and values are in host memory.
+        num_paused: Number of requests whose client reads too slowly.
+        num_queued_tokens: Number of prompt tokens of requests that have not run yet.
+        num_pages: Number of pages of all data ranks.
+        num_free_pages: Number of pages that no request holds, including cached ones, which are evicted when they are needed.
+        num_cached_pages: Number of pages that the prefix caches keep, whether a request holds them or not.
+        num_idle_pages: Number of pages that the prefix caches keep and no request holds.
         page_bytes: Bytes of one page on one device.
-        max_num_seqs: Sequence slots of all data ranks.
-        num_requests: Requests taken.
-        num_preemptions: Preemptions; one request may have several.
-        num_swap_outs: Preemptions that went to host memory.
-        num_steps: Device steps, failed ones included.
-        num_programs: Programs compiled, or found compiled.
-        num_late_compiles: Those that held up running requests although all should have been ready.
-        num_prompt_tokens: Prompt tokens of the requests taken.
-        num_generated_tokens: Tokens sampled.
-        num_evicted_pages: Cached pages given up for others.
-        num_page_copies: Pages copied because a request went on within a cached one.
-        prefix_hit_tokens: Prompt tokens found in a prefix cache. Every request counts once, when it is first admitted.
-        prefix_miss_tokens: Prompt tokens not found there.
-        finished: Requests ended, by reason; every reason has an entry.
-        refused: Requests that got an error for want of room or time, by reason. Those that had been taken count as finished too.
+        max_num_seqs: Number of sequence slots of all data ranks.
+        num_requests: Number of requests that were queued.
+        num_preemptions: Number of preemptions; a request may have several.
+        num_swap_outs: Number of preempted requests that were swapped to host memory.
+        num_steps: Number of steps, failed ones included.
+        num_programs: Number of programs compiled, or loaded already compiled.
+        num_late_compiles: Number of programs compiled after warm-up, while requests waited for them.
+        num_prompt_tokens: Number of prompt tokens of the requests that were queued.
+        num_generated_tokens: Number of generated tokens.
+        num_evicted_pages: Number of cached pages that were evicted.
+        num_page_copies: Number of pages copied for requests that share only the first part of a cached page.
+        prefix_hit_tokens: Number of prompt tokens found in a prefix cache. Every request counts once, when it is first admitted.
+        prefix_miss_tokens: Number of prompt tokens not found in a prefix cache, counted in the same way.
+        finished: Number of requests ended, by finish reason; every reason has an item.
+        refused: Number of requests that got an error for want of room or time, by reason. Those that had been queued count as finished too.
     """
 
     num_running: int
@@ -78,7 +78,7 @@ class EngineStats:
 
 @dataclasses.dataclass(slots=True)
 class Counts:
-    """What an engine counts itself, since its start; the fields are those of :class:`EngineStats`."""
+    """The counts that the engine itself keeps since its start; for the fields see :class:`EngineStats`."""
 
     num_requests: int = 0
     num_steps: int = 0
@@ -88,12 +88,12 @@ class Counts:
     refused: Counter[RefusalReason] = dataclasses.field(default_factory=Counter[RefusalReason])
 
     def snapshot(self, scheduler: Scheduler, runner: Runner, max_num_seqs: int) -> EngineStats:
-        """These counts and those of the scheduler and the runner; taken from another thread they may be a step apart.
+        """A snapshot of these counts and those of the scheduler and the runner. Taken from another thread, they may be one step apart from each other.
 
         Args:
-            scheduler: Of the engine.
-            runner: Of the engine.
-            max_num_seqs: Sequence slots of all data ranks.
+            scheduler: The engine's scheduler.
+            runner: The engine's runner.
+            max_num_seqs: Number of sequence slots of all data ranks.
         """
         return EngineStats(
             num_running=scheduler.num_running,

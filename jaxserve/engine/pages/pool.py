@@ -1,4 +1,4 @@
-"""The pages of the KV pool as numbers with reference counts. Knows nothing of sequences or of the arrays behind the pages."""
+"""The page pool: the pages of the KV pool as numbers with reference counts. Knows nothing of sequences or of the arrays behind the pages."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class PagePool:
-    """Hands out page ids ``0 .. num_pages - 1`` and takes them back. Every operation costs O(1) a page and is deterministic.
+    """Hands out page ids ``0 .. num_pages - 1`` and takes them back. Every operation costs O(1) for each page and is deterministic.
 
-    A page is free, or held with a count of its holders, or idle: marked as cached and held by nobody. A page with more than one holder, or a cached one, is
-    read-only to all of them.
+    A page is either free, or held by one or more holders, or idle, which means that it is cached and has no holder. A page that is cached or has several
+    holders must not be written to.
 
     Args:
-        num_pages: Pages of the pool; may be 0.
+        num_pages: Number of pages; may be 0.
         page_size: Tokens that one page holds, ``>= 1``.
 
     Attributes:
-        on_idle: Told each page that becomes idle; belongs to the prefix cache of the pool.
+        on_idle: Called with each page that becomes idle. The pool's prefix cache sets it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -35,17 +35,17 @@ class PagePool:
 
     @property
     def num_idle(self) -> int:
-        """Pages that are cached and held by nobody."""
+        """Number of pages that are cached and have no holder."""
         return self._num_idle
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or idle."""
+        """Number of pages that are free or idle."""
         return len(self._free) + self._num_idle
 
     @property
     def num_cached(self) -> int:
-        """Pages that are cached, held or not."""
+        """Number of pages that are cached, held or not."""
         return self._is_cached.count(1)
 
     def is_held(self, page_id: int) -> bool:
@@ -56,14 +56,14 @@ class PagePool:
         return self._num_holders[page_id] > 1
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold ``num_tokens`` tokens of one sequence."""
+        """Number of pages that ``num_tokens`` tokens of one sequence need."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Takes ``num_pages >= 0`` free pages, one holder each; all of them or, when there are too few, none.
+        """Takes ``num_pages >= 0`` free pages, which have one holder each afterwards. If too few are free, takes none.
 
         Returns:
-            The page ids, or ``None`` for no space.
+            The page ids; ``None`` if too few pages are free.
         """
         first = len(self._free) - num_pages
         if first < 0:
@@ -83,7 +83,7 @@ class PagePool:
             self._num_holders[page_id] += 1
 
     def release(self, page_ids: Iterable[int]) -> None:
-        """Takes one holder away from each page; a page without holders is idle if it is cached, else free again."""
+        """Removes one holder from each page. A page without holders is idle if it is cached, else free."""
         for page_id in page_ids:
             assert self._num_holders[page_id] > 0, f"page {page_id} is released more often than it was taken"
             self._num_holders[page_id] -= 1
@@ -100,7 +100,7 @@ class PagePool:
         self._is_cached[page_id] = 1
 
     def unmark_cached(self, page_id: int) -> None:
-        """Takes the mark away; an idle page is free then."""
+        """Removes the mark of a cached page. An idle page is free then."""
         assert self._is_cached[page_id], f"page {page_id} is not cached"
         self._is_cached[page_id] = 0
         if self._num_holders[page_id] == 0:
@@ -108,7 +108,7 @@ class PagePool:
             self._free.append(page_id)
 
     def check_integrity(self, held: Iterable[Sequence[int]], cached: Iterable[int] = ()) -> None:
-        """Recomputes all counts from the page lists of every holder and compares.
+        """Recomputes all counts from the page lists of every holder, and compares them with those that are kept.
 
         Args:
             held: One list of page ids for each holder; a holder has a page once.

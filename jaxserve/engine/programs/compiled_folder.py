@@ -1,8 +1,8 @@
-"""Compiled programs in a folder: recorded by ``jaxserve compile``, taken from there by an engine. The bytes are entries of jax's compilation cache.
+"""Folders of compiled programs: ``jaxserve compile`` writes them and an engine loads from them. The files are entries of jax's compilation cache.
 
-jax offers no public way from ``lower()`` to a ready program without unpickling, so both classes stand in for its compilation cache: the one private
-name that is used, ``compilation_cache._cache``, is in ``_standing_in``. Nothing is unpickled. A program is machine code all the same: whoever can write to
-the folder can run code in the engine.
+jax has no public way from ``lower()`` to a stored program without unpickling, so both classes replace its compilation cache for a while. The only private
+name used, ``compilation_cache._cache``, is in ``_standing_in``. Nothing is unpickled. A program is still machine code: whoever can write to the folder can
+run code in the engine.
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ from jaxserve.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 CompileProgram = Callable[[jax.stages.Lowered, Bucket], jax.stages.Compiled]
-"""Compiles the step of a bucket, or finds it compiled."""
+"""Function that compiles the step of a bucket, or loads it already compiled."""
 
 _IDLE_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_gpu_cuda_data_dir")
-"""Flags that change no program: jax leaves them out of its keys too."""
+"""Beginnings of flags that change no program; jax leaves them out of its cache keys too."""
 
 
 def compile_program(lowered: jax.stages.Lowered, _bucket: Bucket) -> jax.stages.Compiled:
-    """Compiles, as jax does by itself."""
+    """The step of a bucket, compiled by jax as usual."""
     return lowered.compile()
 
 
 def program_name(bucket: Bucket) -> str:
-    """``decode_8`` or ``mixed_128x8``, or ``decode_8_greedy`` where not every program samples for all rows: unique among the buckets of an engine."""
+    """The name of a bucket's program, unique among the buckets of an engine: ``decode_8``, ``mixed_128x8``, or ``decode_8_greedy`` if the program has a fixed
+    set of sampling stages.
+    """
     name = f"decode_{bucket.num_rows}" if bucket.decode_only else f"mixed_{bucket.num_tokens}x{bucket.num_rows}"
     return name if bucket.sampling == "any" else f"{name}_{bucket.sampling}"
 
 
 def program_sha256(lowered: jax.stages.Lowered) -> str:
-    """Of a program before it is compiled, without where in the source it came from."""
+    """The SHA-256 of a program's text before it is compiled, without source locations."""
     return sha256(lowered.as_text())
 
 
@@ -61,7 +63,7 @@ def spec_sha256(spec: ModelSpec) -> str:
 
 
 def live_facts(devices: Sequence[Any]) -> Facts:
-    """Facts of a mesh's devices, present or absent."""
+    """The facts about a mesh's devices, which may also be absent chips that are only compiled for."""
     first = devices[0]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     return Facts(
@@ -77,10 +79,10 @@ def live_facts(devices: Sequence[Any]) -> Facts:
 
 
 class ProgramRecorder:
-    """Compiles, and keeps every program that is compiled meanwhile in a folder.
+    """Compiles steps, and stores every program that is compiled meanwhile in a folder.
 
     Args:
-        folder: Exists and is empty.
+        folder: Path of an empty folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,11 +95,15 @@ class ProgramRecorder:
         (folder / PROGRAMS).mkdir()
 
     def in_use(self) -> contextlib.AbstractContextManager[Any]:
-        """Programs compiled inside are kept."""
+        """A context in which every program that jax compiles is stored."""
         return _standing_in(_StandIn(lambda _key: None, self._put))
 
     def compile(self, lowered: jax.stages.Lowered, bucket: Bucket) -> jax.stages.Compiled:
-        """Compiles and keeps a bucket's step, inside :meth:`in_use`."""
+        """Compiles and stores a bucket's step. Call it inside :meth:`in_use`.
+
+        Raises:
+            ConfigError: jax's compilation cache is switched off.
+        """
         name = program_name(bucket)
         self._thread.name = name
         started = time.perf_counter()
@@ -118,13 +124,13 @@ class ProgramRecorder:
         return compiled
 
     def finish(self, *, target: str, facts: Facts, config: Config, spec: ModelSpec) -> Manifest:
-        """Writes the manifest.
+        """Writes the manifest of all stored programs.
 
         Args:
-            target: The chips, where they are absent; empty otherwise.
-            facts: Of the mesh's devices.
+            target: Name of the chips if they are absent, such as ``v6e:2x4``; else empty.
+            facts: Facts about the mesh's devices.
             config: The resolved configuration.
-            spec: The model as it is split over the mesh.
+            spec: The model's specification as it is split over the mesh.
         """
         manifest = Manifest(
             jaxserve=__version__,
@@ -148,7 +154,7 @@ class ProgramRecorder:
 
 
 def _forget_source_folders() -> None:
-    """Programs tell of the files that they came from: by name only, so that a program is the same wherever jaxserve is installed. To be called first."""
+    """Makes programs name their source files without folders, so that a program is the same wherever jaxserve is installed. Call it before compiling."""
     jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
 
 
@@ -159,20 +165,24 @@ def _keep_everything() -> None:
 
 
 class CompiledFolder:
-    """Hands out the programs of a folder where they are the ones that an engine would compile, and says of each other one why not.
+    """Loads the programs of a folder that are the ones an engine would compile, compiles the others, and logs why each of those was not loaded.
 
-    A program is taken where jax's own key for it is the one that it was stored under: the program, the compile options, jax and the runtime are then the
-    same. Programs for chips that were absent cannot know the key of a live runtime (GPUs name their CUDA version in it); one is also offered to the runtime
-    where the program's text, jax's versions, the flags, the kind of the devices and their places are the same. The runtime may still refuse it.
+    A program is loaded if jax's own key for it is the one that it was stored under: the program, the compile options, jax and the runtime are then the same.
+    Programs for chips that were absent cannot have the key of a live runtime (on GPUs it includes the CUDA version). Such a program is also offered to the
+    runtime if the program's text, the versions of jax, the flags, the kind of the devices and their places are the same. The runtime may still refuse it.
 
     Args:
-        path: The folder.
-        facts: Of the live mesh's devices.
+        path: Path of the folder.
+        facts: Facts about the live mesh's devices.
         config: The live configuration.
-        spec: The live model, as it is split over the mesh.
+        spec: The live model's specification as it is split over the mesh.
+
+    Attributes:
+        used: Names of the programs that were loaded.
+        compiled_here: Names of the buckets that were compiled instead, each with the reason.
 
     Raises:
-        ConfigError: It is no such folder.
+        ConfigError: The path is not a folder of compiled programs.
     """
 
     def __init__(self, path: Path, *, facts: Facts, config: Config, spec: ModelSpec) -> None:
@@ -194,12 +204,12 @@ class CompiledFolder:
         self.compiled_here: dict[str, str] = {}
 
     def log_summary(self) -> None:
-        """One line: how many programs were taken."""
+        """Logs how many programs were loaded and how many compiled."""
         logger.info("%s: %d programs used, %d compiled here", self._path, len(self.used), len(self.compiled_here))
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """A compile looks here first, then into its own cache. May be nested."""
+        """A context in which jax looks for a program in the folder first, then in its own cache. May be nested."""
         if self._stand_in is not None:
             yield
             return
@@ -225,7 +235,7 @@ class CompiledFolder:
             self._stand_in = None
 
     def compile(self, lowered: jax.stages.Lowered, bucket: Bucket) -> jax.stages.Compiled:
-        """The bucket's step from the folder, else compiled."""
+        """The bucket's step, loaded from the folder if possible, else compiled."""
         name = program_name(bucket)
         state = self._thread
         state.offered, state.taken = self._offer(lowered, name), None
@@ -248,7 +258,7 @@ class CompiledFolder:
         return compiled
 
     def _find(self, key: str) -> bytes | None:
-        """The program for jax's key; for the step that this thread compiles, the one that is offered."""
+        """The content of the program stored under jax's key, or of the program offered for the step that this thread compiles; ``None`` if there is neither."""
         program: Program | None = self._by_key.get(key) or getattr(self._thread, "offered", None)
         data = None if program is None else self._contents.get(program.name)
         if program is not None and data is not None:
@@ -257,7 +267,7 @@ class CompiledFolder:
         return data
 
     def _offer(self, lowered: jax.stages.Lowered, name: str) -> Program | None:
-        """The folder's program of that name, if it may be the right one under another key."""
+        """The folder's program of that name, if it was made for absent chips and everything but its key fits; else ``None``."""
         program = self._by_name.get(name)
         if program is None or not self._manifest.is_for_absent_chips or name not in self._contents:
             return None
@@ -291,7 +301,7 @@ class _StandIn(CacheInterface):
 
 @contextlib.contextmanager
 def _standing_in(cache: CacheInterface) -> Generator[CacheInterface | None]:
-    """Every compile inside asks ``cache``. Yields the cache that jax had, if it had one."""
+    """A context in which jax uses ``cache`` as its compilation cache. Yields the cache that jax had; ``None`` if it had none."""
     own = compilation_cache._get_cache(jax.devices()[0].client)
     compilation_cache._cache = cache
     try:
@@ -301,7 +311,7 @@ def _standing_in(cache: CacheInterface) -> Generator[CacheInterface | None]:
 
 
 def _read_programs(path: Path, programs: Sequence[Program]) -> tuple[dict[str, bytes], Mapping[str, str]]:
-    """Contents by name, of files whose hash is the manifest's; and what is wrong with the others."""
+    """The contents of the files whose hash is that of the manifest, by name, and what is wrong with each of the others."""
     contents: dict[str, bytes] = {}
     broken: dict[str, str] = {}
     for program in programs:
@@ -318,7 +328,7 @@ def _read_programs(path: Path, programs: Sequence[Program]) -> tuple[dict[str, b
 
 
 def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The cache may fail; that costs a compile and nothing else."""
+    """The result of a call of jax's cache; ``None`` if it fails, which only costs a compile."""
     try:
         return call(*arguments)
     except Exception as error:

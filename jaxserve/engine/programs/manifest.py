@@ -1,4 +1,4 @@
-"""What a folder of compiled programs says of itself: ``manifest.json``, its reading and checking, and how it differs from a live engine. Imports no jax."""
+"""The manifest of a folder of compiled programs, ``manifest.json``: reading, checking, and comparing it with a live engine. Imports no jax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPILED_KEYS = (
     *(f"sharding.{field.name}" for field in dataclasses.fields(ShardingConfig)), "cache.page_size", "cache.num_pages", "cache.dtype",
     "scheduler.max_num_seqs", "scheduler.max_tokens_per_step", "engine.attention", "engine.layers", "engine.token_buckets", "engine.sequence_buckets",
 )  # fmt: skip
-"""Keys of the configuration that programs hang on."""
+"""Keys of the configuration that compiled programs depend on."""
 
 _ENGINE_SECTIONS = ("platform", "model", "mesh", "sharding", "cache", "scheduler", "engine")
 _MAX_MANIFEST_BYTES = 16 * 2**20
@@ -32,16 +32,17 @@ _MAX_MANIFEST_BYTES = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What compiled programs hang on, beside the program itself.
+    """The facts that compiled programs depend on, apart from their own text.
 
     Args:
-        jax: Version; also ``jaxlib``.
-        runtime: What compiled and what will run it, in its own words.
-        platform: ``cpu``, ``gpu`` or ``tpu``.
-        device_kind: As the devices call themselves.
-        coords: Of the mesh's devices, in its order, where they have some.
-        num_devices: Of the mesh.
-        flags: Of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS``, without those that change no program.
+        jax: Version of jax.
+        jaxlib: Version of jaxlib.
+        runtime: Version of the runtime that compiled and will run the programs, in its own words.
+        platform: Name of the platform: ``cpu``, ``gpu`` or ``tpu``.
+        device_kind: Kind of the devices, in jax's words.
+        coords: Coordinates of the mesh's devices, in the mesh's order; ``None`` if they have none.
+        num_devices: Number of devices of the mesh.
+        flags: Flags in ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS``, without those that change no program.
     """
 
     jax: str
@@ -59,14 +60,14 @@ class Program:
     """One compiled program.
 
     Args:
-        name: Of its bucket, such as ``decode_8`` or ``mixed_128x8``; of others what jax calls it and a part of its key.
-        file: Below the folder.
-        num_bytes: Of the file.
-        sha256: Of the file.
-        key: Under which jax's compilation cache looks for it.
-        program_sha256: Of what was compiled, as StableHLO text; empty for programs that are no step.
-        compile_s: What it took.
-        temp_bytes: Device memory beyond arguments and results; ``None`` for programs that are no step.
+        name: Name of its bucket, such as ``decode_8`` or ``mixed_128x8``. A program that is no step has jax's name for it and a part of its key.
+        file: Path of its file, relative to the folder.
+        num_bytes: Size of the file.
+        sha256: SHA-256 of the file.
+        key: Key under which jax's compilation cache looks for it.
+        program_sha256: SHA-256 of the StableHLO text that was compiled; empty for programs that are no step.
+        compile_s: Seconds that compiling took.
+        temp_bytes: Bytes of device memory beyond arguments and results; ``None`` for programs that are no step, or if it is not known.
     """
 
     name: str
@@ -81,16 +82,16 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole folder.
+    """The manifest of a folder of compiled programs.
 
     Args:
-        jaxserve: Version.
-        made: When, as ISO 8601.
-        target: Such as ``v6e:2x4``; empty for the devices of the machine that it was made on.
-        facts: Of that machine and target.
+        jaxserve: Version of jaxserve.
+        made: Time at which the folder was made, as ISO 8601.
+        target: Name of the absent chips that it was made for, such as ``v6e:2x4``; empty for the devices of the machine that it was made on.
+        facts: Facts about the machine and the devices.
         config: The resolved configuration, in sections, without the server's.
-        spec_sha256: Of the model's description.
-        programs: All of them.
+        spec_sha256: SHA-256 of the model's specification.
+        programs: All programs of the folder.
     """
 
     jaxserve: str
@@ -103,20 +104,20 @@ class Manifest:
 
     @property
     def is_for_absent_chips(self) -> bool:
-        """Whether no device ran what was compiled, nor named the runtime that will."""
+        """Whether the programs were compiled for chips that were not present, so that the runtime that will run them was not known."""
         return bool(self.target)
 
     def settings(self) -> dict[str, Any]:
-        """Full key -> value: what an engine must be given to meet these programs."""
+        """The configuration, as full key -> value, with which an engine needs exactly these programs."""
         flat = flatten(self.config)
         return {key: flat[key] for key in ("model.source", "model.revision", *COMPILED_KEYS)}
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks a folder's manifest.
+    """The manifest of a folder, read and checked.
 
     Raises:
-        ConfigError: There is none, or it is not one.
+        ConfigError: The folder has no manifest, or its content is not a valid one.
     """
     file = folder / MANIFEST
     try:
@@ -151,19 +152,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest, last of a folder's files."""
+    """Writes a folder's manifest. Call it when all program files are there."""
     tree = {"format": FORMAT, **dataclasses.asdict(manifest)}
     (folder / MANIFEST).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def sections(config: Config) -> dict[str, Any]:
-    """The engine's part of a configuration as plain data. What serves it compiles to nothing and holds secrets."""
+    """The engine's sections of a configuration as plain data. The server's are left out: they change no program, and they hold secrets."""
     tree: dict[str, Any] = yaml.safe_load(to_yaml(config))
     return {name: tree[name] for name in _ENGINE_SECTIONS}
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of keys -> full key -> value."""
+    """The values of all sections by full key, such as ``model.dtype``."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= {f"{name}.{key}": inner for key, inner in cast(Mapping[str, Any], value).items()} if isinstance(value, Mapping) else {name: value}
@@ -175,7 +176,7 @@ def sha256(data: bytes | str) -> str:
 
 
 def differences(manifest: Manifest, facts: Facts, config: Config, spec_sha256: str) -> list[str]:
-    """What is otherwise on this machine than where the folder was made, in words. Empty where nothing is."""
+    """The differences between this engine and the one that the folder was made for, in words; empty if there are none."""
     found: list[str] = []
     here, there = dataclasses.asdict(facts), dataclasses.asdict(manifest.facts)
     unknown = {"runtime"} if manifest.is_for_absent_chips and facts.platform == "gpu" else set[str]()  # a compiler alone does not know CUDA's version

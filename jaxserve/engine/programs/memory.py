@@ -1,4 +1,4 @@
-"""Memory of the device and of the host: how much there is, and giving back what start-up left over."""
+"""The memory of devices and of the host: how much there is, and how unused host memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", ""),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
 )
-"""Limit, use and statistics of control groups of version 2 and 1, and what begins the names in the statistics."""
+"""Files with the limit, use and statistics of control groups of version 2 and 1, and the prefix of the names in the statistics."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of a device, or of the host where the device has none of its own, in bytes: of all, and free now."""
+    """The memory of a device, or of the host if the device has none of its own.
+
+    Args:
+        total_bytes: Size of the whole memory.
+        free_bytes: The part of it that is free now.
+    """
 
     total_bytes: int
     free_bytes: int
 
 
 def device_memory(device: Any) -> Memory:
-    """Memory of a jax device: its own where it tells, the host's otherwise (within the limit of the process's control group).
+    """The memory of a jax device: its own if jax tells it, else the host's, within the limit of the process's control group.
 
     Raises:
-        ConfigError: Nothing here tells it.
+        ConfigError: Neither jax nor the host tells it.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -40,7 +45,7 @@ def device_memory(device: Any) -> Memory:
 
 
 def release_unused() -> None:
-    """Returns freed host memory to the system, where the C library can: compiling leaves hundreds of MB in its arenas (330 MB of 1,040 measured)."""
+    """Returns freed host memory to the system, if the C library can. Compiling leaves hundreds of MB in its arenas (measured: 330 MB of 1,040)."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # Not glibc.
         ctypes.CDLL(None).malloc_trim(0)
@@ -59,7 +64,7 @@ def _host_memory() -> Memory:
 
 
 def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """Of the process's control group, version 2 or 1. Its page cache counts as free: the checkpoint was just read through it."""
+    """The memory of the process's control group, version 2 or 1. Its page cache counts as free, as the checkpoint was just read through it."""
     for limit, usage, stat, prefix in _CGROUP_FILES:
         try:
             total, used = int((root / limit).read_text()), int((root / usage).read_text())

@@ -1,4 +1,4 @@
-"""What an engine compiles: the model on its mesh, the sized pool, the buckets and their steps, for devices at hand as for chips that are not here."""
+"""The programs of an engine: the model on its mesh, the sized pool, the buckets and their steps. The devices may be present, or only compiled for."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _UNLIMITED = Memory(total_bytes=2**63, free_bytes=2**63)
 def plan_programs(
     config: Config, model: Model, execution: Execution, layout: Layout, *, max_model_len: int, memory: Memory
 ) -> tuple[PoolPlan, Buckets]:  # fmt: skip
-    """The pool, and the shapes to compile for.
+    """The plan of the pool, and the buckets to compile for.
 
     Args:
         config: The configuration.
-        model: Built for the layout.
-        execution: Of the layout's platform.
-        layout: The mesh.
-        max_model_len: Most tokens of a sequence.
-        memory: Of a device, the weights being there.
+        model: The model, built for the layout.
+        execution: The execution for the layout's platform.
+        layout: The mesh and the sharding rules.
+        max_model_len: Largest number of tokens of a sequence.
+        memory: Memory of a device on which the weights are loaded already.
 
     Raises:
-        ConfigError: The pool does not fit, or no attention serves it.
+        ConfigError: The pool does not fit into memory, or no implementation of attention serves it.
     """
     width = table_width(max_model_len, config.cache.page_size)
     buckets = make_buckets(
@@ -78,19 +78,19 @@ def plan_programs(
 def pool_of_size(
     model: Model, layout: Layout, buckets: Sequence[Bucket], *, num_pages: int, page_size: int, kv_dtype: Any, attention: str = "auto"
 ) -> PoolPlan:
-    """A pool of a given size, whatever memory there is, and the attention that serves some buckets in it: what a benchmark, a test or a plan compiles for.
+    """The plan of a pool of a given size, whatever memory there is, with the attention that serves some buckets. For benchmarks, tests and estimates.
 
     Args:
-        model: Built for the layout.
-        layout: The mesh.
-        buckets: The shapes to serve, all with one table width.
+        model: The model, built for the layout.
+        layout: The mesh and the sharding rules.
+        buckets: The buckets to serve, all with the same table width.
         num_pages: Pages of one layer and one data rank.
         page_size: Tokens of one page.
-        kv_dtype: Of keys and values.
-        attention: The implementation's name, or ``auto``.
+        kv_dtype: Dtype of keys and values.
+        attention: Name of the implementation of attention, or ``auto``.
 
     Raises:
-        ConfigError: No attention serves it.
+        ConfigError: No implementation of attention serves the pool.
     """
     shape = device_pool_shape(model.spec, layout, num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
     return plan_pool(
@@ -107,10 +107,10 @@ def pool_of_size(
 
 
 def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
-    """The model as it is split over a mesh, its KV heads repeated where the configuration allows it.
+    """The specification of a model as it is split over a mesh, with its KV heads repeated if needed and allowed by the configuration.
 
     Raises:
-        ConfigError: It cannot be split so.
+        ConfigError: The model cannot be split in this way.
     """
     rules = ShardingRules(config.sharding, mesh)
     fitted = fit_kv_heads(spec, rules, replicate=config.mesh.replicate_kv_heads)
@@ -121,18 +121,18 @@ def fit_model(spec: ModelSpec, config: Config, mesh: MeshShape) -> ModelSpec:
 
 
 def make_model(spec: ModelSpec, config: Config, execution: Execution, layout: Layout) -> Model:
-    """The model of a checkpoint as it runs on a layout; see :func:`fit_model`."""
+    """The model of a specification, built for a layout; see :func:`fit_model`."""
     fitted = fit_model(spec, config, layout.shape)
     return build_model(fitted, dtype=config.model.dtype, layers=execution.layers, is_split=layout.rules.splits_anything)
 
 
 def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progress: Callable[[int, int], None] | None = None) -> None:
-    """Compiles every bucket, several at a time; XLA compiles outside the interpreter lock.
+    """Compiles every bucket, several at a time, since XLA compiles outside the interpreter lock.
 
     Args:
-        buckets: The shapes.
-        compile_one: Compiles one and keeps it; called from several threads.
-        progress: Called with the number of buckets done and of all.
+        buckets: The buckets.
+        compile_one: Compiles and keeps one bucket; called from several threads.
+        progress: Called with the number of buckets done and the number of all.
     """
     every = buckets.all()
     if progress is not None:
@@ -147,22 +147,22 @@ def compile_all(buckets: Buckets, compile_one: Callable[[Bucket], object], progr
 
 
 def lower_bucket(model: Model, params: Params, plan: PoolPlan, bucket: Bucket, *, max_num_seqs: int, states: Sequence[SlotState] = ()) -> jax.stages.Lowered:
-    """The step of a bucket, ready to compile: the one place where model, pool, attention, mesh and bucket become a program.
+    """The step of a bucket, ready to compile. This is the only place where model, pool, attention, mesh and bucket become a program.
 
     Args:
-        model: What to run.
-        params: Real, or abstract with their shardings.
-        plan: The pool and the mesh.
-        bucket: The shapes.
+        model: The model to run.
+        params: The parameters, real or abstract with their shardings.
+        plan: The plan of the pool, which also has the mesh.
+        bucket: The bucket.
         max_num_seqs: Sequence slots of a data rank.
-        states: The wide state of each slot.
+        states: The kinds of wide state that each slot has.
     """
     step = make_step(model, bucket, shape=plan.shape, attention=plan.attention, layout=plan.layout, states=states)
     return lower_step(step, params, plan.abstract(), abstract_carry(max_num_seqs, plan.layout, states), bucket, plan.layout)
 
 
 def _choose_attention(name: str, model: Model, buckets: Sequence[Bucket], shape: PoolShape, layout: Layout) -> Implementation:
-    """The named implementation, or for ``auto`` the first one, that serves every bucket in a pool of this shape."""
+    """The named implementation of attention if it serves every bucket in a pool of this shape; for ``auto`` the first one that does."""
     try:
         return choose_implementation(name, *(attention_problem(model, bucket, shape, layout) for bucket in buckets))
     except (NotImplementedError, ValueError) as error:
@@ -170,7 +170,7 @@ def _choose_attention(name: str, model: Model, buckets: Sequence[Bucket], shape:
 
 
 def _served_pool(plan: PoolPlan, model: Model, bucket: Bucket) -> PoolPlan:
-    """The pool, cut to what its attention serves: what that refuses for the size shows only when the size is known."""
+    """The plan with as many pages as its attention serves, which is checked only now that the size is known."""
 
     def refusal(num_pages: int) -> str | None:
         shape = dataclasses.replace(plan.shape, num_pages=num_pages)

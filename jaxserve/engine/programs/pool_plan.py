@@ -1,4 +1,4 @@
-"""How large the KV pool is and what fits into it. What it keeps of a token is for the model's kind of attention to say, its layout for the implementation."""
+"""The size of the KV pool. What it holds for a token is decided by the model's kind of attention, and its layout by the implementation of attention."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jaxserve.mesh import EACH_DEVICE, Layout
 from jaxserve.models.spec import ModelSpec
 
 CPU_MEMORY_FRACTION = 0.1
-"""Default share of a host's memory: the host has other things to do."""
+"""Default fraction of a host's memory that the pool takes. It is small, as the host needs memory for other things."""
 ACCELERATOR_MEMORY_FRACTION = 0.9
 ACCELERATOR_SWAP_GIB = 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolPlan:
-    """A sized pool. Each device holds its own part: the pages of its data rank, the KV heads of its model rank.
+    """The plan of a pool of known size. Each device holds its own part: the pages of its data rank, with the KV heads of its model rank.
 
     Args:
         shape: The logical shape of a device's part.
-        attention: The implementation of attention that lays it out.
-        page_bytes: Bytes of one page on one device, all layers, keys and values.
-        layout: The mesh.
+        attention: The implementation of attention, which decides the pool's layout.
+        page_bytes: Bytes of one page on one device, for all layers, keys and values together.
+        layout: The mesh and the sharding rules.
     """
 
     shape: PoolShape
@@ -40,25 +40,25 @@ class PoolPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of a device's part."""
+        """Bytes of a device's part of the pool."""
         return self.shape.num_pages * self.page_bytes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all data ranks together hold."""
+        """Number of tokens that the pools of all data ranks together hold."""
         return self.layout.shape.data * self.shape.num_pages * self.shape.page_size
 
     def abstract(self) -> KVPool:
-        """The devices' arrays, one after the other along the first axis, as ``jax.ShapeDtypeStruct``."""
+        """The pool as ``jax.ShapeDtypeStruct``, with the devices' arrays concatenated along the first axis."""
         return abstract_pool(self.attention, self.shape, self.layout)
 
     @property
     def page_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each array of the pool, the shape of one layer's page: a run of rows, then the array's other axes."""
+        """The shape of one layer's page in each array of the pool: its number of rows, then the array's other axes."""
         return tuple((self.shape.page_rows(array.shape[0]), *array.shape[1:]) for array in jax.tree.leaves(self.attention.init_pool(self.shape)))
 
     def allocate(self) -> KVPool:
-        """A pool of zeros."""
+        """A new pool of zeros on the devices."""
         abstract = self.abstract()
         shardings = jax.tree.map(lambda array: array.sharding, abstract)
         return jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract), out_shardings=shardings)()
@@ -75,7 +75,7 @@ def abstract_pool(attention: Implementation, shape: PoolShape, layout: Layout) -
 
 
 def device_pool_shape(spec: ModelSpec, layout: Layout, *, num_pages: int, page_size: int, dtype: Any) -> PoolShape:
-    """The shape of a device's part of a pool with ``num_pages`` pages a data rank."""
+    """The shape of a device's part of a pool that has ``num_pages`` pages for each data rank."""
     num_parts = layout.shape.model if layout.model_axis(spec.attention.pool_axis) else 1
     return spec.attention.pool_shape(num_layers=spec.num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype, num_parts=num_parts)
 
@@ -92,24 +92,24 @@ def plan_pool(
     is_cpu: bool,
     layout: Layout,
 ) -> PoolPlan:
-    """Sizes the pool: ``num_pages`` as configured, else what the memory fraction buys, at most what all sequences at full length need.
+    """The plan of the pool: with ``num_pages`` as configured, else as many pages as the memory fraction allows, at most those of all sequences at full length.
 
-    The size is a shape of the compiled programs, so it must not follow the moment's free memory: two starts would share no program on disk. The
-    fraction is of all memory, capped by what is free, and on a host, where that varies, the count of pages is cut to three significant bits.
+    The size is a shape of the compiled programs. It must not follow the memory that happens to be free, or two starts would share no program on disk. So the
+    fraction is taken of all memory, capped by what is free, and on a host, where that varies, the number of pages is cut to three significant bits.
 
     Args:
-        spec: The model.
-        config: The cache section.
-        attention: The implementation of attention, which lays the pool out.
-        dtype: Of keys and values.
+        spec: The model's specification.
+        config: The cache section of the configuration.
+        attention: The implementation of attention, which decides the pool's layout.
+        dtype: Dtype of keys and values.
         table_width: Pages of the longest sequence.
-        max_num_seqs: Sequence slots of a rank.
-        memory: Of a device, the weights being loaded.
+        max_num_seqs: Sequence slots of a data rank.
+        memory: Memory of a device on which the weights are loaded already.
         is_cpu: Whether that memory is the host's, which all devices share.
-        layout: The mesh.
+        layout: The mesh and the sharding rules.
 
     Raises:
-        ConfigError: The pool does not fit, or no page fits.
+        ConfigError: The configured pool does not fit into memory, or not even one page fits.
     """
 
     def shape(num_pages: int) -> PoolShape:
@@ -137,12 +137,12 @@ def plan_pool(
 
 
 def num_host_pages(plan: PoolPlan, config: CacheConfig, *, is_cpu: bool) -> int:
-    """Pages of each data rank that the host memory for swaps holds, at most as many as the pool has."""
+    """The number of host pages of each data rank that the configured memory for swaps holds, at most as many as the pool has pages."""
     gib = (0.0 if is_cpu else ACCELERATOR_SWAP_GIB) if config.swap_gib is None else config.swap_gib
     return min(int(gib * 2**30) // (plan.page_bytes * plan.layout.mesh.size), plan.shape.num_pages)
 
 
 def _three_bits(number: int) -> int:
-    """The largest integer of three significant bits that is not above ``number``."""
+    """The largest integer up to ``number`` whose binary form has at most three significant bits."""
     shift = max(0, number.bit_length() - 3)
     return number >> shift << shift

@@ -1,4 +1,4 @@
-"""Who may join the queue: bounds of its length, tenants' quotas, deadlines that cannot be kept, and who must leave for whom. Plain Python; imports no jax."""
+"""Admission to the queue: limits of its length, tenants' quotas, deadlines that cannot be met, and which requests must make room. Plain Python; no jax."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from jaxserve.request import Request
 from jaxserve.tenants import Tenants
 
 _MEMORY_S = 10.0
-"""Over about this time the queue's speed is averaged."""
+"""Time over which the queue's speed is averaged, in seconds: older steps count less and less."""
 _LEAST_RETRY_S = 1.0
 _MOST_RETRY_S = 120.0
-"""A queue that hardly moves now may move well in a while: nobody is sent away for longer because of it."""
+"""Largest retry time given to a client, in seconds, since a queue that hardly moves now may move well in a while."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's state as far as admission goes.
+    """The part of the engine's state that admission depends on.
 
     Args:
-        num_queued: Requests that have not run yet.
-        num_queued_tokens: Tokens of their prompts.
-        num_queued_tokens_of: The same by tenant.
-        num_free_slots: Sequences that can start in the next step; as many requests do not count as queued.
+        num_queued: Number of requests that have not run yet.
+        num_queued_tokens: Number of tokens of their prompts.
+        num_queued_tokens_of: Number of tokens of their prompts by tenant.
+        num_free_slots: Number of free sequence slots. That many requests can start in the next step and do not count as queued.
     """
 
     num_queued: int
@@ -39,7 +39,7 @@ class Load:
 
 
 class QueueSpeed:
-    """Prompt tokens that leave the queue in a second, while there is one."""
+    """An estimate of how many prompt tokens leave the queue in a second, measured while requests wait."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -47,7 +47,12 @@ class QueueSpeed:
         self._stuck_s = 0.0  # since the queue moved last
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Notes a step at whose beginning somebody waited, and the tokens that left the queue in it."""
+        """Records a step that began while requests waited.
+
+        Args:
+            num_tokens: Prompt tokens that left the queue in the step.
+            seconds: Duration of the step.
+        """
         self._stuck_s += seconds
         if num_tokens:  # else what is known of the speed grows old, but no less true: the estimate grows as time passes, and no faster
             decay = math.exp(-self._stuck_s / _MEMORY_S)
@@ -56,12 +61,12 @@ class QueueSpeed:
             self._stuck_s = 0.0
 
     def time_for_s(self, num_tokens: int) -> float:
-        """How long so many tokens are likely to wait; 0 as long as nothing is known."""
+        """Seconds in which ``num_tokens`` prompt tokens are expected to leave the queue; 0 as long as nothing has been measured."""
         return num_tokens * (self._seconds + self._stuck_s) / self._tokens if self._tokens else 0.0
 
 
 class _Account:
-    """One tenant's use: requests in flight, and a bucket of tokens that fills by the minute."""
+    """One tenant's use: its requests in flight, and a bucket of tokens that refills at a constant rate up to one minute's quota."""
 
     def __init__(self, tokens_per_minute: int | None, now_s: float) -> None:
         self.num_requests = 0
@@ -76,14 +81,14 @@ class _Account:
 
 
 class Admission:
-    """Decides about each request once, when it comes; keeps the tenants' accounts.
+    """Decides once about each request, when it arrives, and keeps the tenants' accounts.
 
     Args:
-        config: The bounds.
-        tenants: Their quotas.
+        config: The limits of the queue.
+        tenants: The tenants' quotas and weights.
 
     Attributes:
-        speed: Of the queue, for the times it is asked about.
+        speed: Speed of the queue, from which waiting times are estimated.
     """
 
     def __init__(self, config: SchedulerConfig, tenants: Tenants) -> None:
@@ -94,19 +99,19 @@ class Admission:
         self._shedding = make_shedding(config.order, tenants.weights)
 
     def check(self, request: Request, max_tokens: int, load: Load, now_s: float) -> list[Sequence]:
-        """Decides whether a request may join.
+        """Decides whether a request may join the queue.
 
         Args:
-            request: It fits the context and the pool.
-            max_tokens: Most tokens that it may generate.
-            load: The state.
-            now_s: The time.
+            request: The request, which fits the context and the pool.
+            max_tokens: Largest number of tokens that it may generate.
+            load: The engine's state.
+            now_s: The time in seconds.
 
         Returns:
-            Queued sequences that must leave for it; see ``shedding``.
+            The queued sequences that must be removed to make room for it; see ``shedding``.
 
         Raises:
-            QuotaExceededError: Its tenant has used up what it may.
+            QuotaExceededError: The request's tenant has used up its quota.
             OverloadedError: The queue is full, or so long that the request's deadline would pass.
         """
         self._check_tenant(request, max_tokens, load, now_s)
@@ -122,11 +127,15 @@ class Admission:
         return self._make_room(request, num_tokens, load)
 
     def retry_after_s(self, num_queued_tokens: int) -> float:
-        """When to try again: half of a queue of so many tokens is likely to be gone then."""
+        """Seconds after which a client should try again: the time in which half of a queue of ``num_queued_tokens`` tokens is expected to leave it, within
+        bounds.
+        """
         return min(max(_LEAST_RETRY_S, self.speed.time_for_s(num_queued_tokens) / 2), _MOST_RETRY_S)
 
     def limit_max_tokens(self, max_tokens: int, load: Load) -> int:
-        """The most tokens that new work may generate now: fewer than it asked for while the queue is longer than ``degrade_at`` of its bound."""
+        """Largest number of tokens that a new request may generate: ``max_tokens``, or at most ``degraded_max_tokens`` while the queue is longer than
+        the fraction ``degrade_at`` of its limit.
+        """
         config = self._config
         if config.degraded_max_tokens is None or config.max_queued_requests is None:
             return max_tokens
@@ -134,14 +143,14 @@ class Admission:
         return min(max_tokens, config.degraded_max_tokens) if is_long else max_tokens
 
     def enter(self, sequence: Sequence, now_s: float) -> None:
-        """Books a sequence that has been admitted."""
+        """Charges the tenant's account for a sequence that has been queued: one request, its prompt and all the tokens that it may generate."""
         account = self._account(sequence.request.options.tenant, now_s)
         account.num_requests += 1
         account.level -= sequence.num_prompt_tokens + sequence.max_tokens
         self._shedding.enter(sequence)
 
     def leave(self, sequence: Sequence, now_s: float) -> None:
-        """Books the end of a sequence: what it was allowed and did not use goes back to its tenant."""
+        """Settles the tenant's account at the end of a sequence: tokens that were charged and not used go back to it."""
         account = self._account(sequence.request.options.tenant, now_s)
         account.num_requests -= 1
         unused = sequence.max_tokens - sequence.num_generated_tokens
@@ -150,7 +159,7 @@ class Admission:
         account.level = min(account.capacity, account.level + unused)
 
     def give_back(self, tenant: str, num_tokens: int, now_s: float) -> None:
-        """Books that so many tokens of a sequence that has left were none of its tenant's use."""
+        """Returns ``num_tokens`` tokens to a tenant's account, for a sequence that has left already."""
         account = self._account(tenant, now_s)
         account.level = min(account.capacity, account.level + num_tokens)
 

@@ -1,4 +1,4 @@
-"""What can be known of a request before it runs: ids in range, lengths against the context and against what the page pool can ever hold. No jax."""
+"""The checks of a request that are possible before it runs: its token ids, and its length against the context and the page pool. Imports no jax."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxserve.request import SamplingParams
 
 
 class Door:
-    """Refuses what can never be served. May be used from any thread.
+    """Refuses requests that can never be served. May be used from any thread.
 
     Args:
-        vocab_size: V.
-        max_model_len: Most tokens of prompt and output together.
+        vocab_size: V, the size of the vocabulary.
+        max_model_len: Largest number of tokens that prompt and output may have together.
         num_pages: Pages of one data rank's pool.
         page_size: Tokens that one page holds.
     """
@@ -28,11 +28,11 @@ class Door:
         self._page_size = page_size
 
     def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
-        """The prompt's ids as plain integers.
+        """The prompt's token ids as plain integers, after all checks of the request.
 
         Raises:
-            InvalidRequestError: Empty prompt, or ids, also to stop at, that are no integers in ``[0, V)``.
-            ContextLengthError: More tokens than the model's context or the page pool can hold.
+            InvalidRequestError: The prompt is empty, or an id in the prompt or among the stop tokens is not an integer in ``[0, V)``.
+            ContextLengthError: The request has more tokens than the model's context or the page pool can hold.
         """
         try:
             token_ids = [operator.index(token_id) for token_id in prompt_token_ids]
@@ -46,10 +46,10 @@ class Door:
         return token_ids
 
     def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens to generate: what was asked for, which must fit, or all that fit.
+        """Largest number of tokens to generate: the requested number, or if there is none, as many as fit.
 
         Raises:
-            ContextLengthError: They do not fit.
+            ContextLengthError: The prompt and the requested tokens (at least one) do not fit.
         """
         max_len = self._max_model_len
         if num_prompt_tokens >= max_len:

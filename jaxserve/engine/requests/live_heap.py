@@ -1,4 +1,4 @@
-"""Sequences by a key of which many end before they come to the front. Plain Python; imports no jax."""
+"""A heap of sequences of which many end before they reach the front. Plain Python; imports no jax."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from jaxserve.engine.scheduling.sequence import Sequence
 
 _COMPACT_AT = 256
-"""Fewer entries than this are not worth a search for the dead among them."""
+"""Number of items up to which the heap is not searched for dead ones."""
 
 
 class LiveHeap:
-    """Smallest key first; of equal ones the one that was pushed last.
+    """A heap of sequences: smallest key first; of equal keys the one that was pushed last.
 
-    A sequence dies unseen. It is dropped when it comes to the front, or with all other dead ones when they may be half of all. So every operation costs
-    O(log n), on average.
+    Nobody tells the heap when a sequence dies. Dead sequences are dropped when they reach the front, and all at once when they may be half of all, so that
+    every operation costs O(log n), on average.
 
     Args:
-        is_live: Whether a sequence still counts; one that has died stays dead.
+        is_live: Tells whether a sequence still counts. A sequence that has died must stay dead.
     """
 
     def __init__(self, is_live: Callable[[Sequence], bool]) -> None:
@@ -36,12 +36,12 @@ class LiveHeap:
             self._compact_at = max(_COMPACT_AT, 2 * len(self._heap))
 
     def peek(self) -> tuple[float, Sequence] | None:
-        """The first with its key; ``None`` when there is none."""
+        """The first live sequence with its key; ``None`` if there is none."""
         heap = self._heap
         while heap and not self._is_live(heap[0][2]):
             heapq.heappop(heap)
         return (heap[0][0], heap[0][2]) if heap else None
 
     def pop(self) -> Sequence:
-        """Takes out the one that ``peek`` has shown."""
+        """Removes the sequence that ``peek`` has just returned."""
         return heapq.heappop(self._heap)[2]

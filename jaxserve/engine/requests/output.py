@@ -1,4 +1,4 @@
-"""From sampled ids to text and to the end of a request: detokenisation, stop ids, stop strings, length. One request at a time; no scheduling."""
+"""The output of a request, made from its sampled token ids: text, stop tokens, stop strings and the limit of its length. Knows nothing of scheduling."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from jaxserve.request import FinishReason, SamplingParams
 
 
 class Detokenizer(Protocol):
-    """Turns the ids of one generation into text; see ``jaxserve.tokenizer``."""
+    """The interface of an object that turns the token ids of one generation into text; see ``jaxserve.tokenizer``."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that is complete with these ids; never half a character."""
+        """Takes the next token ids. Returns the new text that is complete with them, which never ends within a character."""
         ...
 
     def finish(self) -> str:
-        """Returns what is left at the end."""
+        """Ends the generation. Returns the text that is left."""
         ...
 
 
 @dataclasses.dataclass(slots=True)  # one a step and sequence: not frozen for the reason given in schedule.py
 class Delta:
-    """What some tokens, or the end, add: fields as in :class:`jaxserve.request.RequestOutput`.
+    """The part that some tokens, or the end of the generation, add to a request's output.
 
     Args:
-        num_tokens: How many of the tokens belong to the output; the rest came behind its end.
+        text: See :class:`jaxserve.request.RequestOutput`; so for the next two.
+        finish_reason: Why the generation ended; ``None`` if it goes on.
+        stop_reason: The stop string or stop token that ended it.
+        num_tokens: Number of the tokens that belong to the output; the rest came after its end.
     """
 
     text: str
@@ -36,14 +39,14 @@ class Delta:
 
 
 class StopMatcher:
-    """Finds the first of several strings in a text that arrives in pieces, and holds back what may yet become one.
+    """Finds the first of several stop strings in a text that arrives in pieces, and holds back text that may be the beginning of one.
 
-    The result depends on the text alone, not on how it is cut: the match is the one that ends first, among those that end together the longest.
-    Time is linear in the text (Knuth-Morris-Pratt, one state a string), and C speed where no string has begun.
+    The result depends on the text alone, not on the pieces: it is the match that ends first, and of those that end at the same place the longest. Time is
+    linear in the text (Knuth-Morris-Pratt, one state for each string), and pieces in which no stop string begins are searched by Python's fast ``in``.
 
     Args:
-        stops: The strings, none empty.
-        include: Keep the matched string in the text; nothing needs to be held back then.
+        stops: The stop strings, none of them empty.
+        include: Whether the matched string stays in the text; nothing has to be held back then.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -52,10 +55,10 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Takes the next piece.
+        """Takes the next piece of text.
 
         Returns:
-            The text that is free to go, and the matched stop string, after which nothing may be pushed.
+            The text that need not be held back, and the matched stop string or ``None``. Nothing may be pushed after a match.
         """
         begun = [stop for stop in self._stops if stop.num_matched or stop.text[0] in text]
         if not begun:
@@ -76,13 +79,13 @@ class StopMatcher:
         return buffer[:num_released], None
 
     def finish(self) -> str:
-        """Returns the text still held back: no more follows, so it is no stop string."""
+        """Ends the text. Returns what was held back, which is no stop string because nothing follows."""
         released, self._held = self._held, ""
         return released
 
 
 class _StopState:
-    """How much of one stop string the text so far ends with."""
+    """The state of the search for one stop string: how many of its characters the text so far ends with."""
 
     __slots__ = ("_fallback", "num_matched", "text")
 
@@ -107,12 +110,12 @@ class _StopState:
 
 
 class TokenRules:
-    """Ends a generation by its tokens alone.
+    """The rules that end a generation by its tokens alone: end-of-sequence ids, stop token ids and the limit of its length.
 
     Args:
-        params: Of the request.
-        eos_token_ids: The model's own.
-        max_tokens: Most tokens to generate, ``>= 1``.
+        params: The request's sampling parameters.
+        eos_token_ids: The model's end-of-sequence ids.
+        max_tokens: Largest number of tokens to generate, ``>= 1``.
     """
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_tokens: int) -> None:
@@ -122,7 +125,7 @@ class TokenRules:
         self._num_tokens = 0
 
     def push(self, token_id: int) -> tuple[FinishReason, int | None] | None:
-        """Takes the next generated token. Returns the reason and the stop reason if it is the last."""
+        """Takes the next generated token. Returns the finish reason and the stop reason if it is the last one, else ``None``."""
         self._num_tokens += 1
         if token_id in self._eos_token_ids:
             return "stop", None
@@ -135,8 +138,8 @@ class TextMaker:
     """Makes the text of a generation, and finds the stop string that ends it.
 
     Args:
-        params: Of the request.
-        detokenizer: Primed with the prompt, of which it repeats nothing.
+        params: The request's sampling parameters.
+        detokenizer: A detokenizer that knows the prompt, whose text it does not repeat.
     """
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer) -> None:
@@ -148,7 +151,9 @@ class TextMaker:
         """Takes the next generated tokens, none of which is the last by :class:`TokenRules`.
 
         Returns:
-            The text that is free to go; the stop string that has ended it, after which nothing may be pushed; how many of the tokens were taken.
+            The text that need not be held back; the stop string that has ended the generation, after which nothing may be pushed, or ``None``; and the number
+            of
+            tokens up to that end.
         """
         if self._matcher is None:
             return self._detokenizer.push(token_ids), None, len(token_ids)
@@ -161,11 +166,13 @@ class TextMaker:
         return "".join(texts), None, len(token_ids)
 
     def end(self, reason: FinishReason, stop_reason: str | int | None = None, last_token_id: int | None = None) -> Delta:
-        """Releases all held text. A stop string that this text completes still cuts it, and is the reason unless aborted.
+        """Ends the generation and releases all text held back.
+
+        A stop string that this text completes still cuts it, and becomes the stop reason unless the request was aborted.
 
         Args:
-            reason: Why it ends.
-            stop_reason: The stop token id, if it was one.
+            reason: Why the generation ends.
+            stop_reason: The stop token id, if one has ended it.
             last_token_id: The token that has ended it, if one has.
         """
         text = ""
@@ -181,18 +188,19 @@ class TextMaker:
 
 
 class OutputProcessor:
-    """Follows one generation token by token. A stream and a whole answer both are the concatenation of its deltas, hence equal.
+    """Follows one generation token by token. A streamed answer and a whole answer are both the concatenation of its deltas, hence equal.
 
-    Rules, in this order, those of vLLM where it has one:
+    The rules are those of vLLM where it has one, in this order:
 
-    1. An EOS id (unless ``ignore_eos``) or one of ``stop_token_ids`` ends with "stop". The token counts and stays in the ids, but its text, special
-       or not, is left out unless ``include_stop_str_in_output``. ``stop_reason`` is the id; ``None`` for an EOS.
-    2. A stop string in the generated text (never in the prompt) ends with "stop"; it and what follows are cut. ``stop_reason`` is the string.
+    1. An end-of-sequence id (unless ``ignore_eos``) or one of ``stop_token_ids`` ends with "stop". The token counts and stays in the ids, but its text, special
+       or not, is left out unless ``include_stop_str_in_output``. ``stop_reason`` is the id; ``None`` for an end-of-sequence id.
+    2. A stop string in the generated text (never in the prompt) ends with "stop". The text is cut before the string, or after it if
+       ``include_stop_str_in_output``. ``stop_reason`` is the string.
     3. ``max_tokens`` generated tokens end with "length".
 
     Args:
-        rules: The first and the third.
-        text: The second; ``None`` where the text is made elsewhere: deltas have none then.
+        rules: The first and the third rule.
+        text: Makes the text and applies the second rule; ``None`` if the text is made elsewhere, so that deltas have no text.
     """
 
     def __init__(self, rules: TokenRules, text: TextMaker | None) -> None:
@@ -200,7 +208,7 @@ class OutputProcessor:
         self._text = text
 
     def push(self, token_ids: Sequence[int]) -> Delta:
-        """Takes the next generated tokens, at least one, up to the one that ends the generation. Nothing may be pushed after a delta with a finish reason."""
+        """Takes the next generated tokens, at least one. Those after the one that ends the generation are ignored, and nothing may be pushed after that end."""
         delta = self._push(token_ids[0])
         delta.num_tokens = 1
         while delta.finish_reason is None and delta.num_tokens < len(token_ids):
@@ -218,5 +226,5 @@ class OutputProcessor:
         return Delta(text) if matched is None else Delta(text, "stop", matched)
 
     def finish(self, reason: FinishReason) -> Delta:
-        """Ends the generation for a reason that is not in its tokens."""
+        """Ends the generation for a reason that does not come from its tokens, such as an abort."""
         return Delta("", reason) if self._text is None else self._text.end(reason)

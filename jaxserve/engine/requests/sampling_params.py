@@ -1,4 +1,4 @@
-"""From what a client gave, and what the model's authors recommend, to the sampling parameters of a request."""
+"""The sampling parameters of a request, made from the fields that a client gave and the model's recommended defaults."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def resolve_sampling(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """Builds the parameters of a request.
+    """The sampling parameters of a request.
 
     Args:
-        given: Fields of :class:`SamplingParams` as a client wrote them: ``None`` means omitted, ``stop`` may be one string, lists are fine.
+        given: Fields of :class:`SamplingParams` as a client wrote them. ``None`` means that the field is omitted, ``stop`` may be one string, and lists may
+            stand for tuples.
         defaults: Values for omitted fields, such as ``Engine.sampling_defaults``.
 
     Raises:
-        InvalidRequestError: An unknown field, or a value of the wrong type or out of range; ``param`` names it.
+        InvalidRequestError: A field is unknown, or its value has the wrong type or is out of range; ``param`` names it.
     """
     values = dict(defaults)
     for name, value in given.items():

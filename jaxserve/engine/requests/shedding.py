@@ -1,4 +1,4 @@
-"""Who must leave a full queue for a newcomer, by the order of the queue. Plain Python; imports no jax."""
+"""Which requests must leave a full queue to make room for a new one, depending on the order of the queue. Plain Python; imports no jax."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from jaxserve.request import Request
 
 
 class Shedding(Protocol):
-    """Told about every sequence that joins the queue. Those that have left it by themselves are out of the question."""
+    """Chooses the sequences that leave a full queue. It learns of every sequence that joins the queue; sequences that have left it are never chosen."""
 
     def enter(self, sequence: Sequence) -> None:
-        """Told about a sequence that has joined the queue, or has kept its place in it though it was chosen."""
+        """Takes a sequence that has joined the queue, or that was chosen and then stays in it after all."""
         ...
 
     def choose(self, request: Request, num_queued_tokens: Mapping[str, int]) -> LiveHeap | None:
         """Chooses the sequence that must leave next.
 
         Args:
-            request: The newcomer.
-            num_queued_tokens: Tokens of the prompts that wait, by tenant; those of the newcomer included.
+            request: The new request.
+            num_queued_tokens: Number of prompt tokens that wait, by tenant, those of the new request included.
 
         Returns:
-            Where it is the first; ``None`` if nobody has to leave for this request.
+            The heap at whose front that sequence is; ``None`` if no sequence has to leave for this request.
         """
         ...
 
 
 class NoShedding:
-    """Who waits keeps the place."""
+    """Shedding that removes nobody: every sequence keeps its place in the queue."""
 
     def enter(self, sequence: Sequence) -> None:
         pass
@@ -41,7 +41,7 @@ class NoShedding:
 
 
 class SheddingByPriority:
-    """The lowest priority leaves, of equals the last that came, for a request of higher priority."""
+    """Shedding by priority: the sequence of lowest priority leaves, of equal ones the one that came last, if the new request has a higher priority."""
 
     def __init__(self) -> None:
         self._sequences = LiveHeap(_is_queued)
@@ -55,11 +55,13 @@ class SheddingByPriority:
 
 
 class SheddingByShare:
-    """The last that came leaves of the tenant with most tokens in the queue, by weight, unless the request is that tenant's own: a flood costs whom it
-    comes from.
+    """Shedding by share: of the tenant with most queued tokens, relative to its weight, the sequence that came last leaves. So a flood of requests costs the
+    tenant it comes from.
+
+    Nobody leaves for a request whose own tenant has the largest share.
 
     Args:
-        weights: By tenant; 1 for those that are not named.
+        weights: Weight of each tenant by name; 1 for tenants that are not named.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -80,7 +82,7 @@ class SheddingByShare:
 
 
 def make_shedding(order: Literal["fcfs", "priority", "deadline", "fair"], weights: Mapping[str, float]) -> Shedding:
-    """What goes with an order of the queue: a priority, or a tenant's share, counts here where it counts there."""
+    """The shedding that fits an order of the queue: by priority for "priority", by share for "fair", none for the others."""
     if order == "priority":
         return SheddingByPriority()
     return SheddingByShare(weights) if order == "fair" else NoShedding()

@@ -1,4 +1,4 @@
-"""When requests end by themselves: their deadlines, the longest wait in the queue, and clients that do not read. Plain Python; imports no jax."""
+"""The time limits that end requests: deadlines, the longest wait in the queue, and clients that do not read. Plain Python; imports no jax."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxserve.errors import DeadlineExceededError, JaxserveError, OverloadedErro
 
 
 class TimeLimits:
-    """Watches the sequences of requests in flight.
+    """Watches the time limits of the sequences in flight.
 
     Args:
-        queue_timeout_s: Longest time from arrival to the first step; ``None`` for any.
-        reader_timeout_s: Longest time that a sequence may be paused; ``None`` for any.
-        retry_after_s: Tells when a request that has not begun may be tried again.
+        queue_timeout_s: Longest time from arrival to the first step, in seconds; ``None`` for no limit.
+        reader_timeout_s: Longest time that a sequence may be paused, in seconds; ``None`` for no limit.
+        retry_after_s: Gives the seconds after which a request that has not begun may be tried again.
     """
 
     def __init__(self, queue_timeout_s: float | None, reader_timeout_s: float | None, retry_after_s: Callable[[], float]) -> None:
@@ -30,15 +30,15 @@ class TimeLimits:
 
     @property
     def next_s(self) -> float:
-        """When the next request ends, if nothing happens before; infinity for never."""
+        """Time at which the next limit is reached, if nothing happens before; infinity for never."""
         return min(self._queue_timeouts.next_s, self._deadlines.next_s, self._next_reader_timeout_s)
 
     def watch(self, sequence: Sequence, *, may_wait_for_ever: bool) -> None:
         """Watches a sequence that has been queued.
 
         Args:
-            sequence: A new one.
-            may_wait_for_ever: Whether the limit of the queue does not hold for it.
+            sequence: The new sequence.
+            may_wait_for_ever: Whether it is exempt from the longest wait in the queue.
         """
         arrival_s, deadline_ms = sequence.request.arrival_s, sequence.request.options.deadline_ms
         if deadline_ms is not None:
@@ -47,19 +47,21 @@ class TimeLimits:
             self._queue_timeouts.add(sequence, arrival_s + self._queue_timeout_s)
 
     def pause(self, sequence: Sequence, now_s: float) -> None:
-        """Notes that its client has stopped reading."""
+        """Records that a sequence is paused because its client has stopped reading."""
         self._paused[sequence] = now_s
 
     def is_paused(self, sequence: Sequence) -> bool:
-        """Whether that is so."""
+        """Whether a sequence is paused."""
         return sequence in self._paused
 
     def resume(self, sequence: Sequence) -> None:
-        """Notes that it reads again, or that the sequence has ended."""
+        """Records that the client of a sequence reads again, or that the sequence has ended."""
         self._paused.pop(sequence, None)
 
     def take_due(self, now_s: float) -> Iterator[tuple[Sequence, JaxserveError, RefusalReason]]:
-        """The sequences whose time is up, with the error that their clients are to get. Each must be ended before the next is taken: it may be due twice."""
+        """Yields each sequence whose time is up, with the error for its client and the reason to count. End each one before taking the next, as a sequence may
+        exceed two limits at once.
+        """
         for sequence in self._deadlines.take_due(now_s):
             retry_after_s = self._retry_after_s() if sequence.num_cached_tokens is None else None
             message = f"the request was not {'begun' if retry_after_s else 'finished'} within its deadline_ms of {sequence.request.options.deadline_ms}"
@@ -75,6 +77,6 @@ class TimeLimits:
 
     @property
     def _next_reader_timeout_s(self) -> float:
-        """When the request that has been paused for longest ends; infinity for never."""
+        """Time at which the request that has been paused longest ends; infinity for never."""
         timeout_s = self._reader_timeout_s
         return next(iter(self._paused.values())) + timeout_s if self._paused and timeout_s is not None else math.inf

@@ -1,4 +1,4 @@
-"""When waiting sequences may join those that run: at any time, or in batches that run to their end. Plain Python; imports no jax."""
+"""When waiting sequences may join the running ones: at any time, or in batches that run to their end. Plain Python; imports no jax."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxserve.errors import ConfigError
 
 
 class Batching(Protocol):
-    """Asked by the scheduler, in every step."""
+    """Decides whether the waiting sequence at the head of the queue may be admitted. The scheduler asks it in every step."""
 
     def open(self, *, num_waiting: int, num_running: int, num_slots: int, head: Sequence | None, now_s: float) -> None:
-        """Told the state before anything is admitted in a step."""
+        """Receives the state at the beginning of a step, before anything is admitted."""
         ...
 
     def admits(self, head: Sequence) -> bool:
@@ -22,20 +22,20 @@ class Batching(Protocol):
         ...
 
     def admitted(self, sequence: Sequence) -> None:
-        """Told about a sequence that was."""
+        """Receives each sequence that has just been admitted."""
         ...
 
     def close(self) -> None:
-        """Told that the head found no room although the step has tokens left."""
+        """Receives the news that no rank had room for the head although the step had tokens left."""
         ...
 
     def wake_at_s(self, head: Sequence | None) -> float:
-        """With nothing running: when the head is to be looked at again; infinity for not before something new comes."""
+        """The time at which the head may be admitted if nothing is running until then, in seconds; infinity if that takes a new event."""
         ...
 
 
 class Continuous:
-    """At any time."""
+    """Continuous batching: a waiting sequence may be admitted at any time."""
 
     def open(self, *, num_waiting: int, num_running: int, num_slots: int, head: Sequence | None, now_s: float) -> None:
         pass
@@ -54,13 +54,14 @@ class Continuous:
 
 
 class Batches:
-    """Only when nothing runs: then as many as there are slots, and no more until the last of them has ended.
+    """Batches that run to their end: sequences are admitted only when nothing runs, at most as many as there are slots, and no more until the last has ended.
 
-    A batch begins when ``preferred_size`` sequences wait or the first has waited for ``max_delay_s``. One that was preempted belongs to its batch.
+    A batch begins when ``preferred_size`` sequences wait or the first has waited for ``max_delay_s``. A preempted sequence still belongs to its batch and may
+    come back to it.
 
     Args:
-        preferred_size: At least 1.
-        max_delay_s: 0 takes what is there.
+        preferred_size: Number of waiting sequences that begins a batch at once, ``>= 1``.
+        max_delay_s: Longest wait for ``preferred_size`` to be reached, in seconds; 0 begins with whatever waits.
     """
 
     def __init__(self, preferred_size: int, max_delay_s: float) -> None:
@@ -89,10 +90,10 @@ class Batches:
 
 
 def make_batching(config: SchedulerConfig, num_slots: int) -> Batching:
-    """What ``scheduler.policy`` names.
+    """The batching that ``scheduler.policy`` names.
 
     Raises:
-        ConfigError: A preferred batch that is larger than all slots.
+        ConfigError: The preferred batch size is larger than the number of slots.
     """
     if config.preferred_batch_size is not None and config.preferred_batch_size > num_slots:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""How much of a prompt goes into one step."""
+"""The length of prefill chunks: how many tokens of a prompt go into one step. Plain Python."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from jaxserve.models.params import product_flops
 from jaxserve.models.spec import ModelSpec
 
 _LEAST_SHARE = 2 / 3
-"""A chunk gives up at most a third of its tokens to fit a smaller bucket."""
+"""Smallest fraction of its length to which a chunk is cut so that the step fits a smaller bucket."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContextCost:
-    """What a prompt token costs by the context before it: 1 where a sequence begins, more where attention has more to read.
+    """The cost of computing one prompt token, which depends on how many tokens stand before it. The unit is the cost of a sequence's first token.
 
     Args:
-        windows: Kinds of layers, as (window in tokens, cost): all layers of a kind together add ``cost`` for each token before this one, up to their window.
+        windows: One pair (window in tokens, cost) for each kind of layer: all layers of a kind together add ``cost`` for each token before this one, counting
+            at most ``window`` tokens.
     """
 
     windows: tuple[tuple[float, float], ...] = ()
@@ -32,7 +33,7 @@ class ContextCost:
 
 
 def context_cost(spec: ModelSpec) -> ContextCost:
-    """The cost in FLOPs: a token's products with weights are the same everywhere, and attention adds some in each layer for each token it sees."""
+    """The cost of a model's tokens in FLOPs: products with weights cost the same for every token; attention adds a cost for each earlier token it sees."""
     products, _ = product_flops(spec)
     attention = spec.attention.flops_per_seen_token
     kinds = Counter(math.inf if layer.window is None else layer.window for layer in spec.layers)
@@ -41,30 +42,30 @@ def context_cost(spec: ModelSpec) -> ContextCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunking:
-    """How long chunks are while others decode, for whom the whole step is the time between two tokens.
+    """The length of prefill chunks in steps that also decode other sequences, whose time between two tokens is the time of the whole step.
 
-    A chunk deep in a prompt is shorter than one at its beginning, so that both take the same time (Medha's adaptive chunking, arXiv:2409.17264, from FLOPs
-    instead of a table of run times). Where nobody decodes, chunks fill the step.
+    A chunk deep in a prompt is shorter than one at its beginning, so that both take about the same time. This is the adaptive chunking of Medha
+    (arXiv:2409.17264), computed from FLOPs instead of a table of run times. In steps that decode nothing, chunks fill the step.
 
     Args:
-        cost: Of a token by its context.
-        buckets: Token counts that steps are compiled for, in order: a step costs what its bucket costs.
+        cost: Cost of a token by the number of tokens before it.
+        buckets: Token counts that steps are compiled for, ascending. A step takes as long as its bucket does.
     """
 
     cost: ContextCost = ContextCost()
     buckets: tuple[int, ...] = ()
 
     def fit(self, num_pending: int, budget: int, *, context: int, num_beside: int) -> tuple[int, int]:
-        """The length of a chunk beside decodes.
+        """The length of the next chunk of a sequence, in a step that also decodes others.
 
         Args:
-            num_pending: Tokens that the sequence has left, ``>= 1``.
-            budget: What the step has left for chunks, in tokens at the beginning of a sequence.
+            num_pending: Tokens of the sequence that are not computed yet, ``>= 1``.
+            budget: Cost that the step has left for chunks, in units of a sequence's first token.
             context: Tokens of the sequence that are computed already.
-            num_beside: Tokens of the step without the chunk.
+            num_beside: Tokens that the step has without this chunk.
 
         Returns:
-            The tokens of the chunk, at most ``num_pending`` and ``budget``, and what they take of the budget: all of it, unless the chunk ends the prompt.
+            The number of tokens of the chunk, at most ``num_pending`` and ``budget``, and its cost: all of the budget unless the chunk ends the prompt.
         """
         cost = self.cost.at(context)
         if num_pending * cost <= budget:
@@ -79,5 +80,5 @@ class Chunking:
 
 
 def make_chunking(config: SchedulerConfig, spec: ModelSpec, token_buckets: Sequence[int]) -> Chunking:
-    """The chunking that a configuration calls for."""
+    """The chunking for ``scheduler.chunk_by``: by cost and bucket for "work", else by the number of tokens alone."""
     return Chunking(context_cost(spec), tuple(token_buckets)) if config.chunk_by == "work" else Chunking()

@@ -1,4 +1,4 @@
-"""What becomes of a preempted sequence's keys and values: forgotten and recomputed, or kept in host memory. Plain Python; imports no jax."""
+"""Whether the keys and values of a preempted sequence are recomputed later or kept in host memory. Plain Python; imports no jax."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jaxserve.engine.scheduling.schedule import RunnerCosts
 
 @dataclasses.dataclass(frozen=True)
 class Preemption:
-    """Chooses between the two.
+    """Chooses between swapping a preempted sequence to host memory and recomputing it.
 
     Args:
-        kind: ``auto`` takes what costs less time.
-        costs: Measured by the runner; without them ``auto`` recomputes.
+        kind: ``swap`` or ``recompute`` always does that; ``auto`` takes what costs less time.
+        costs: Times measured by the runner; if ``None``, ``auto`` recomputes.
     """
 
     kind: Literal["auto", "recompute", "swap"] = "recompute"
     costs: RunnerCosts | None = None
 
     def swaps(self, *, num_pages: int, num_tokens: int) -> bool:
-        """Whether to swap, if there is room.
+        """Whether to swap a sequence to host memory, provided that there is room.
 
         Args:
-            num_pages: Pages that go to the host and come back.
-            num_tokens: Tokens that would have to be computed again.
+            num_pages: Pages that would be moved to the host and back.
+            num_tokens: Tokens that would have to be recomputed otherwise.
         """
         if self.kind != "auto":
             return self.kind == "swap"

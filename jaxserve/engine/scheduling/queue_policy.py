@@ -1,4 +1,4 @@
-"""In which order sequences run and wait. Every order is a number that a sequence gets once, so a step never has to look at those that wait."""
+"""The order in which sequences run and wait. A sequence gets its place once, as a number, so a step never has to look at all that wait."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.engine.scheduling.waiting_queue import WaitingQueue
 
 NO_DEADLINE_S = 60.0
-"""A request without a deadline is ordered as if it had this one."""
+"""Deadline, in seconds after arrival, by which a request that has none is ordered."""
 
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 
 Key = Callable[[Sequence], float]
-"""Smaller runs first; of equals the one that came first."""
+"""Function that gives a sequence its number in the order: smaller runs first; of equal ones the one that arrived first."""
 
 
 class Queue(Protocol):
-    """Sequences that wait; see :class:`WaitingQueue`. Every operation costs O(log n)."""
+    """The interface of a queue of waiting sequences; see :class:`WaitingQueue` for its methods. Every operation costs O(log n)."""
 
     def __len__(self) -> int: ...
 
@@ -35,20 +35,21 @@ class Queue(Protocol):
     def remove(self, sequence: Sequence) -> None: ...
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Notes that tokens of a sequence, waiting or not, have been served."""
+        """Records that ``num_tokens`` tokens of a sequence, waiting or not, have been computed or generated."""
         ...
 
     def check_integrity(self) -> None: ...
 
 
 class FairQueue:
-    """One queue for each tenant; the head is that of the tenant who has been served least.
+    """One queue for each tenant. The head of the whole is the head of the queue whose tenant has been served least.
 
-    Every token served counts 1 / weight on its tenant's account. A tenant who comes back from having nobody here starts level with the least served of
-    those who are: idleness earns no credit. (Virtual token counter; Sheng et al., Fairness in Serving Large Language Models, 2024.)
+    Every token served counts 1 / weight on its tenant's account. A tenant that had no sequence waiting and returns starts with the account of the least
+    served tenant that waits, so that idleness earns no credit. This is the virtual token counter of Sheng et al., Fairness in Serving Large Language Models,
+    2024.
 
     Args:
-        weights: By tenant; 1 for those that are not named.
+        weights: Weight of each tenant by name; 1 for tenants that are not named.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -122,17 +123,18 @@ class FairQueue:
 
 
 def make_queue(name: OrderName, weights: Mapping[str, float]) -> Queue:
-    """The queue of an order."""
+    """A new, empty queue for an order."""
     return FairQueue(weights) if name == "fair" else WaitingQueue()
 
 
 def make_key(name: OrderName, *, ageing_s: float) -> Key:
-    """The order itself.
+    """The function that gives a sequence its number in an order.
 
     Args:
-        name: ``fcfs`` and ``fair`` go by arrival (``fair`` admits by tenant), ``deadline`` by the time of the deadline, ``priority`` by priority and age.
-        ageing_s: What one step of priority is worth in seconds of waiting. All age alike, so their order never changes, and a sequence is overtaken only by
-            those that come within ``ageing_s`` times the difference in priority after it.
+        name: ``fcfs`` and ``fair`` order by arrival (``fair`` chooses the tenant in :class:`FairQueue`), ``deadline`` by the time of the deadline, ``priority``
+            by priority and time of arrival.
+        ageing_s: Seconds of waiting that are worth one level of priority. All sequences age at the same rate, so their order never changes, and a sequence is
+            overtaken only by those that arrive within ``ageing_s`` times the difference in priority after it.
     """
     if name == "priority":
         return lambda sequence: sequence.request.arrival_s + ageing_s * sequence.request.options.priority

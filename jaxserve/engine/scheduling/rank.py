@@ -1,4 +1,4 @@
-"""One data rank on the host: its pages, their prefix cache, its sequence slots and the sequences that run on it. Which come to it is the scheduler's matter."""
+"""One data rank as the host sees it: its pages, prefix cache, sequence slots and running sequences. The scheduler decides which sequences it gets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jaxserve.engine.scheduling.swap_space import SwapSpace
 _WHOLE_STEPS = Chunking()
 
 _HEADROOM_DIVISOR = 100
-"""A sequence is admitted beside others only if 1/100 of the pool stays free, or the next decodes would preempt it at once."""
+"""A sequence is admitted beside others only if 1/100 of the pool stays free; otherwise the next decodes would preempt it at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
-    """What the running sequences of a rank could run in the next step.
+    """The tokens that a rank's running sequences have ready for the next step.
 
     Args:
-        rows: Those that have something to run, in order: the sequence, its pending tokens, and whether they are a decode, which runs in every step, rather
-            than a part of a prefill, which gets its share of the token budget.
-        num_decode_tokens: Tokens of the decodes among them.
+        rows: One tuple for each sequence that has tokens to run, in order: the sequence, the number of tokens, and whether they are a decode. Decodes run in
+            every step; prefills share what is left of the token budget.
+        num_decode_tokens: Number of tokens of all decodes.
     """
 
     rows: list[tuple[Sequence, int, bool]]
@@ -37,18 +37,21 @@ class Pending:
 
 @dataclasses.dataclass(slots=True)
 class RankPlan:
-    """A rank's part of a step in the making.
+    """A rank's part of the next step while it is being planned.
 
     Args:
         max_tokens: Token budget of the step.
-        budget: What is left of it for prefill chunks, in tokens at the beginning of a sequence; decodes have theirs.
-        num_tokens: Tokens of the step so far; decodes count from the start.
-        chunking: How long its chunks are.
+        budget: The part of it that is left for prefill chunks, in units of the cost of a sequence's first token (see ``chunking``). The decodes' part has been
+            taken off.
+        num_tokens: Tokens of the step so far. Decodes are counted from the start.
+        chunking: Decides the length of prefill chunks.
         num_reserved: Pages that running prefills will still need for the tokens they have.
-        num_behind: Tokens of running prefills that the step has no place for.
-        is_short: Pages ran out: nothing is admitted in this step.
-        swap_ins: From host pages to pages.
-        copies: Pages to be copied; the sources are held until the plan is done.
+        num_behind: Tokens of running prefills that the step has no room for.
+        is_short: Whether the pages ran out; nothing is admitted in this step then.
+        decodes: Sequences that run one token.
+        chunks: Sequences that run a prefill chunk of two or more tokens.
+        swap_ins: Pairs (host page, page) of pages that come back from host memory.
+        copies: Pairs (source, destination) of pages to be copied; the sources are held until the plan is finished.
     """
 
     max_tokens: int
@@ -65,29 +68,29 @@ class RankPlan:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens that run before those of a sequence admitted now."""
+        """Tokens that would run before those of a sequence admitted now."""
         return self.max_tokens - self.budget + self.num_behind
 
     def fit(self, context: int, num_pending: int) -> int:
-        """Tokens of a chunk that the step has a place for, at most ``num_pending``; takes them from the budget."""
+        """The number of tokens of the next chunk, at most ``num_pending``. Takes its cost from the budget."""
         num_tokens, cost = self.chunking.fit(num_pending, self.budget, context=context, num_beside=self.num_tokens)
         self.budget -= cost
         return num_tokens
 
     def add(self, scheduled: ScheduledSequence) -> None:
-        """Adds a chunk that has its pages."""
+        """Adds a sequence's tokens, whose pages have been taken, to the plan."""
         self.num_tokens += scheduled.num_tokens
         (self.decodes if scheduled.num_tokens == 1 else self.chunks).append(scheduled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:
-    """What a rank offers a waiting sequence.
+    """The room that a rank has for a waiting sequence.
 
     Args:
-        match: What its prefix cache holds of it.
-        num_cached_tokens: Tokens of the match.
-        num_left: Pages that would stay free or idle.
+        match: The pages of the sequence that the rank's prefix cache holds.
+        num_cached_tokens: Tokens that the match covers.
+        num_left: Pages that would stay available (free, or cached and held by no sequence) if the sequence started.
     """
 
     match: Match
@@ -96,13 +99,13 @@ class Room:
 
 
 class Rank:
-    """Runs its sequences in their order: the first takes pages first, and when pages run out it takes them from those behind it.
+    """Runs its sequences in their order: earlier ones take pages first, and when pages run out they take them from later ones.
 
-    Of these, the one with the least progress gives up its pages first, all of them. A sequence with nobody behind it waits in place with what it has. So
-    the first sequence moves in every step, and as each alone fits the pool (the engine's door sees to it), each one finishes.
+    Of the later sequences, the one with the least progress is preempted first and gives up all its pages. A sequence that has none behind it keeps its pages
+    and waits. So the first sequence progresses in every step, and since each sequence alone fits the pool (``requests.door`` refuses others), each finishes.
 
     Args:
-        index: Of the rank.
+        index: Index of the rank, from 0.
         num_pages: Pages of its pool.
         page_size: Tokens that one page holds.
         max_num_seqs: Sequence slots.
@@ -110,16 +113,16 @@ class Rank:
         make_cache: Makes the prefix cache of its pool.
         chunking: How long chunks are while others decode.
         can_copy_pages: Whether ``PageMoves.copies`` are carried out.
-        num_host_pages: Pages of host memory.
-        preemption: Whether preempted sequences go there.
-        on_preempted: Told about each sequence that lost its pages; must queue it.
+        num_host_pages: Pages of host memory for preempted sequences; 0 for none.
+        preemption: Decides whether a preempted sequence is swapped to host memory.
+        on_preempted: Called with each sequence that lost its pages; must queue it if its status is WAITING.
 
     Attributes:
-        pool: The pages.
-        cache: Their prefix cache.
-        running: By ``order``.
-        swap_space: Its host memory.
-        num_page_copies: Since the start.
+        pool: The rank's pages.
+        cache: The prefix cache of these pages.
+        running: The running sequences, sorted by ``order``.
+        swap_space: The rank's host memory.
+        num_page_copies: Pages copied since the start.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Rank:
         self._now_s = 0.0
 
     def pending(self) -> Pending:
-        """What the running sequences could run in the next step."""
+        """The tokens that the running sequences have ready for the next step."""
         rows: list[tuple[Sequence, int, bool]] = []
         num_decode_tokens = 0
         for sequence in self.running:
@@ -166,12 +169,13 @@ class Rank:
         return Pending(rows, num_decode_tokens)
 
     def plan(self, pending: Pending, now_s: float, *, beside_decodes: bool) -> RankPlan:
-        """Decides what the running sequences do in the next step, and takes the pages for it: decodes first, then prefill chunks in order, then those that
-        come back from host memory.
+        """Decides what the running sequences do in the next step, and takes the pages for it.
+
+        Running sequences come first, in order, then sequences that come back from host memory. The token budget serves all decodes before any prefill chunk.
 
         Args:
-            pending: As ``pending`` has just returned it.
-            now_s: The time.
+            pending: The result of ``pending``, called just before.
+            now_s: The time, in seconds.
             beside_decodes: Whether any rank has sequences that decode.
         """
         pool, page_size = self.pool, self.pool.page_size
@@ -197,9 +201,10 @@ class Rank:
         return plan
 
     def room_for(self, sequence: Sequence, plan: RankPlan) -> Room | None:
-        """Whether a waiting sequence can start in this step: a slot, a token, and pages for all the tokens it has, not just for the first chunk.
+        """The room for a waiting sequence in this step; ``None`` if it cannot start.
 
-        Without those pages a preempted sequence would come back at once, only to be preempted again before it has caught up.
+        It needs a slot, budget for a token, and pages for all the tokens it has, not only for the first chunk: otherwise a preempted sequence would come back
+        at once, only to be preempted again before it has caught up.
         """
         swapped = self.swap_space.sequences
         if not self._is_open(plan) or (swapped and swapped[0].order < sequence.order):
@@ -224,11 +229,12 @@ class Rank:
         self._run(sequence, plan)
 
     def finish_plan(self, plan: RankPlan, *, runs: bool) -> RankSchedule:
-        """The finished part of the step. Pages that its chunks fill can be shared from the next step on.
+        """The rank's part of the schedule, from its finished plan. Pages that its chunks fill can be shared from the next step on.
 
         Args:
-            plan: From ``plan``.
-            runs: Whether the step has sequences, of this rank or another. Swaps out that a step without any has led to go with the next one.
+            plan: The plan made by ``plan``.
+            runs: Whether the step has sequences, of this rank or another. If not, no step is dispatched, and pages to be swapped out stay for the next
+                schedule.
         """
         for scheduled in plan.chunks:
             sequence, end = scheduled.sequence, scheduled.start + scheduled.num_tokens
@@ -242,12 +248,12 @@ class Rank:
         return RankSchedule((*plan.decodes, *plan.chunks), len(plan.decodes), num_tokens, moves)
 
     def remove(self, sequence: Sequence, *, is_sound: bool = True, keep_s: float = 0.0) -> None:
-        """Takes a running sequence out; its pages and slot are free at once. Its status is the caller's to change.
+        """Takes a running sequence out; its pages and slot are free at once. The caller changes its status.
 
         Args:
-            sequence: A running one.
-            is_sound: Whether its pages hold what they should; they are cached then.
-            keep_s: How much longer than usual they are to be kept, in seconds.
+            sequence: A running sequence.
+            is_sound: Whether its pages hold the right keys and values; only then are they cached.
+            keep_s: Seconds into the future to which the pages' last use is dated, so that they are evicted later than others; 0 for none.
         """
         if is_sound:
             num_full = min(sequence.num_scheduled_tokens, len(sequence.token_ids)) // self.pool.page_size
@@ -262,7 +268,7 @@ class Rank:
         sequence.slot = -1
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages from a running sequence. What it has computed goes to host memory, or is computed again some day."""
+        """Takes slot and pages from a running sequence. Its keys and values go to host memory, or are recomputed when it runs again."""
         num_pages = len(sequence.page_ids)
         num_shared = next((index for index, page_id in enumerate(sequence.page_ids) if not self.pool.is_shared(page_id)), num_pages)
         num_lost = sequence.num_scheduled_tokens - num_shared * self.pool.page_size  # others keep the shared pages in the prefix cache
@@ -279,7 +285,7 @@ class Rank:
         self._on_preempted(sequence)
 
     def check_integrity(self) -> None:
-        """Recomputes the books from the sequences' own state.
+        """Recomputes who holds which page and slot from the sequences' own state, and compares that with the rank's records.
 
         Raises:
             AssertionError: A page or slot is leaked or owned twice, or a sequence's state contradicts where it is kept.
@@ -301,7 +307,7 @@ class Rank:
 
     @property
     def _headroom(self) -> int:
-        """Pages to stay available when a sequence starts."""
+        """Pages that must stay available when a sequence starts."""
         return self.pool.num_pages // _HEADROOM_DIVISOR if self.running else 0
 
     def _is_open(self, plan: RankPlan) -> bool:
@@ -309,7 +315,7 @@ class Rank:
         return not plan.is_short and plan.budget > 0 and bool(self._free_slots)
 
     def _swap_in(self, plan: RankPlan) -> None:
-        """Brings sequences back from host memory, in order, while there is room for all the tokens they have."""
+        """Brings sequences back from host memory, in order, as long as there is room for all the tokens that the next one has."""
         pool, swapped = self.pool, self.swap_space.sequences
         while swapped and self._is_open(plan):
             sequence = swapped[0]
@@ -321,7 +327,7 @@ class Rank:
             self._run(sequence, plan)
 
     def _run(self, sequence: Sequence, plan: RankPlan) -> None:
-        """Makes a sequence, which holds the pages of what it has computed, one of the running, with as many tokens in this step as the budget has."""
+        """Makes a sequence, which holds the pages of its computed tokens, a running one, with as many tokens in this step as the budget allows."""
         sequence.status = SequenceStatus.RUNNING
         sequence.rank = self.index
         sequence.slot = self._free_slots.pop()
@@ -335,7 +341,7 @@ class Rank:
         plan.add(_take(sequence, num_tokens))
 
     def _take_pages(self, sequence: Sequence, num_tokens: int, plan: RankPlan) -> int:
-        """Takes pages for a chunk of up to ``num_tokens`` tokens. Returns the tokens that found room; 0 for none."""
+        """Takes pages for a chunk of up to ``num_tokens`` tokens. Returns the number of tokens that found room; 0 for none."""
         if num_tokens <= 0:
             return 0
         pool, start = self.pool, sequence.num_scheduled_tokens
@@ -363,7 +369,7 @@ class Rank:
         return page_ids
 
     def _share(self, sequence: Sequence, plan: RankPlan, match: Match) -> None:
-        """Gives a sequence the cached pages of its prefix."""
+        """Gives a sequence the cached pages of its prefix, and a page for a copy if the match has one."""
         self.pool.share(match.all_page_ids)
         self.cache.use(sequence.cache_path, len(match.page_ids), self._now_s)
         sequence.page_ids = list(match.page_ids)
@@ -374,7 +380,7 @@ class Rank:
             self.num_page_copies += 1
 
     def _make_room(self, sequence: Sequence, num_pages: int, plan: RankPlan) -> bool:
-        """Preempts sequences behind this one until ``num_pages`` are available. Returns whether they are."""
+        """Preempts sequences behind this one until ``num_pages`` pages are available. Returns whether they are."""
         while self.pool.num_available < num_pages:
             plan.is_short = True
             behind = self.running[bisect.bisect_right(self.running, sequence.order, key=by_order) :]
@@ -385,13 +391,13 @@ class Rank:
 
 
 def _progress(sequence: Sequence) -> tuple[int, float, int]:
-    """Tokens that recomputing would cost; of equals the last in order is the least."""
+    """Key by which the least advanced sequence is found: its scheduled tokens; of equal ones the last in order is the least."""
     key, arrival = sequence.order
     return sequence.num_scheduled_tokens, -key, -arrival
 
 
 def _take(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    """Books the next ``num_tokens`` tokens of a sequence that has the pages for them, and the token that they will give if they are its last."""
+    """Marks the next ``num_tokens`` tokens of a sequence, which has the pages for them, as scheduled. If they are its last, it samples one token after them."""
     start = sequence.num_scheduled_tokens
     end = sequence.num_scheduled_tokens = start + num_tokens
     if end < len(sequence.token_ids) + sequence.num_in_flight:

@@ -1,4 +1,4 @@
-"""What the scheduler hands to the runner and what it gets back: plain data, no jax."""
+"""The plain data that the scheduler hands to the runner and gets back, and the runner's interface. Imports no jax."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ScheduledSequence:
     """One sequence's part of a step.
 
     Args:
-        sequence: Its ``page_ids`` already cover ``start + num_tokens`` tokens, which is also its ``num_scheduled_tokens`` from now on.
+        sequence: The sequence. Its ``page_ids`` already cover ``start + num_tokens`` tokens, and its ``num_scheduled_tokens`` is already that number.
         start: Position of its first token in this step.
-        num_tokens: Tokens from ``start`` on to run, ``>= 1``. The last ones may be in flight: their values are on the device only.
-        num_samples: After how many of them, the last ones, tokens are sampled: 1 when the step reaches the end of the sequence, else 0.
+        num_tokens: Number of tokens to run from ``start`` on, ``>= 1``. The values of the last ones may be on the device only, if they are in flight.
+        num_samples: Number of tokens that the step samples for this sequence: 1 if it reaches the sequence's end, else 0.
     """
 
     sequence: Sequence
@@ -29,14 +29,14 @@ class ScheduledSequence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageMoves:
-    """Whole pages that a data rank moves before its tokens of the step run: the swaps out, then the swaps in, then the copies.
+    """Whole pages that a data rank moves before the step's tokens run: first the swaps out, then the swaps in, then the copies.
 
-    A page that is swapped out may be the destination of a later kind. Within one kind no page is a destination twice, nor a source and a destination.
+    A page that is swapped out may be a destination of the later kinds. Within one kind, no page is a destination twice, or both source and destination.
 
     Args:
-        swap_outs: (page, host page): keys and values go to host memory.
-        swap_ins: (host page, page): and come back.
-        copies: (page, page) of the rank's pool: source and destination. A sequence is about to write to a page that others read.
+        swap_outs: Pairs (page, host page) of pages whose keys and values go to host memory.
+        swap_ins: Pairs (host page, page) of pages that come back from host memory.
+        copies: Pairs (source, destination) of pages of the rank's pool, for sequences that are about to write to a page that others read.
     """
 
     swap_outs: tuple[tuple[int, int], ...] = ()
@@ -55,10 +55,10 @@ class RankSchedule:
     """One data rank's part of a step: first every sequence with ``num_tokens == 1``, then prefill chunks of two or more tokens.
 
     Args:
-        sequences: Of this rank, at most ``max_num_seqs``, no sequence twice; may be empty.
+        sequences: The rank's sequences in this step, at most ``max_num_seqs``, none of them twice; may be empty.
         num_decodes: How many of them, at the front, have ``num_tokens == 1``.
         num_tokens: Sum of their ``num_tokens``, at most the token budget.
-        moves: What happens to whole pages before its tokens run.
+        moves: Whole pages to be moved before the tokens run.
     """
 
     sequences: tuple[ScheduledSequence, ...]
@@ -69,7 +69,7 @@ class RankSchedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step.
+    """The plan of one step on all data ranks.
 
     Args:
         ranks: One part for each data rank; all run in the same step.
@@ -81,17 +81,17 @@ class Schedule:
 
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:
-        """All of them, rank by rank: the order in which their tokens come back. Empty when there is nothing to do."""
+        """All sequences of the step, rank by rank, which is the order of its results. Empty if there is nothing to run."""
         return self.ranks[0].sequences if len(self.ranks) == 1 else tuple(itertools.chain.from_iterable(rank.sequences for rank in self.ranks))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerCosts:
-    """What a runner measured at its start, in seconds.
+    """Times that a runner measured when it started.
 
     Args:
-        token_s: One prompt token, in a prefill chunk that fills the step.
-        page_swap_s: One page to host memory or back.
+        token_s: Seconds for one prompt token, in a prefill chunk that fills the step.
+        page_swap_s: Seconds to move one page to host memory or back.
     """
 
     token_s: float
@@ -100,40 +100,40 @@ class RunnerCosts:
 
 @dataclasses.dataclass(slots=True)
 class SequenceResult:
-    """What a step gave one sequence.
+    """The result of a step for one sequence.
 
     Args:
-        token_ids: The tokens that it generated, in order: at most ``ScheduledSequence.num_samples``, none where it did not sample.
+        token_ids: Ids of the generated tokens, in order: at most ``ScheduledSequence.num_samples`` of them.
     """
 
     token_ids: list[int]
 
 
 class PendingStep(Protocol):
-    """A step under way on the device."""
+    """A step in flight on the device."""
 
     num_bucket_tokens: int
-    """Tokens that the step computes, padding included, on all data ranks."""
+    """Number of tokens that the step computes on all data ranks together, padding included."""
     num_bucket_sequences: int
-    """Sequences that it has room for, on all data ranks."""
+    """Number of sequences that its shapes have room for, on all data ranks together."""
 
     def fetch(self) -> SequenceOf[SequenceResult]:
-        """Waits for the step. Returns the result of each scheduled sequence, in order.
+        """Waits for the step. Returns one result for each scheduled sequence, in order.
 
-        The ids must be Python ints: they go into ``Sequence.token_ids`` as they are.
+        The token ids are Python ints, because they go into ``Sequence.token_ids`` as they are.
         """
         ...
 
 
 class Runner(Protocol):
-    """Runs schedules on a device (or pretends to). The engine owns exactly one and calls it from one thread.
+    """Runs schedules on devices, or pretends to in tests and simulations. The engine owns exactly one and calls it from one thread.
 
-    An exception from ``dispatch`` or ``fetch`` fails the scheduled sequences; the engine recomputes all others and goes on, so the runner must be
-    usable again (its pool may hold anything). One that cannot go on raises :class:`jaxserve.errors.EngineDeadError`.
+    An exception from ``dispatch`` or ``PendingStep.fetch`` ends the scheduled sequences. The engine recomputes all others and goes on, so the runner must be
+    usable afterwards, whatever its pool then holds. A runner that cannot go on raises :class:`jaxserve.errors.EngineDeadError`.
     """
 
     num_ranks: int
-    """Data ranks: each has pages and sequence slots of its own."""
+    """Number of data ranks, each with pages and sequence slots of its own."""
     num_pages: int
     """Pages of one rank's pool."""
     page_size: int
@@ -143,27 +143,27 @@ class Runner(Protocol):
     num_host_pages: int
     """Pages of host memory that one rank's pages can be swapped to; 0 if it cannot swap."""
     token_buckets: tuple[int, ...]
-    """Token counts that mixed steps are compiled for, in order; a rank's part of a step costs what its bucket costs."""
+    """Token counts that mixed steps (with prefill chunks) are compiled for, ascending. A step takes as long as its bucket does."""
     can_copy_pages: bool
-    """Whether it carries out ``PageMoves.copies``; without it a page that is shared in part is recomputed."""
+    """Whether the runner carries out ``PageMoves.copies``; if not, a partly shared page is recomputed instead of copied."""
     page_bytes: int
-    """Bytes of one page on one device, all layers."""
+    """Bytes of one page on one device, for all layers together."""
     costs: RunnerCosts | None
-    """Measured by ``warmup``; ``None`` if it has not been or nothing can be swapped."""
+    """Times measured by ``warmup``; ``None`` before it, or if the runner cannot swap."""
     num_late_compiles: int
-    """Programs that held up running requests although the runner had been warmed up."""
+    """Number of programs that had to be compiled after ``warmup``, while requests waited for them."""
     is_compiling: bool
-    """Whether ``dispatch`` is compiling at this moment. Read from other threads."""
+    """Whether ``dispatch`` is compiling at this moment. May be read from other threads."""
 
     @property
     def num_programs(self) -> int:
-        """Programs compiled, or found compiled, since the start."""
+        """Number of programs compiled, or loaded already compiled, since the start."""
         ...
 
     def warmup(self) -> None:
-        """Compiles every bucket. Afterwards ``dispatch`` compiles nothing."""
+        """Compiles the programs of every bucket, so that ``dispatch`` compiles nothing afterwards."""
         ...
 
     def dispatch(self, schedule: Schedule) -> PendingStep:
-        """Starts one step of a schedule that has sequences, without waiting for it. Steps, page moves included, run in the order of dispatch."""
+        """Starts a step without waiting for it. The schedule has at least one sequence. Steps, page moves included, run in the order of dispatch."""
         ...

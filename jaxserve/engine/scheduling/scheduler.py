@@ -1,12 +1,12 @@
-"""Which tokens run in the next step, and which sequence holds which pages and slot on which data rank. Deterministic, plain Python; imports no jax.
+"""The scheduler: which tokens run in the next step, and which sequence holds which pages and slot on which data rank. Deterministic plain Python; no jax.
 
-Why pages and slots are free the moment a sequence ends or is preempted, even with a step of it in flight: the pool and the per-sequence state are
-donated from each step to the next, so steps touch them strictly in the order of dispatch. A new owner's first step is dispatched after the old
-owner's last one, hence its writes land after the stray ones, and a sequence reads only entries of its pages that it wrote itself. The tokens of the
-old owner's last steps come back to ``update``, which drops those of finished sequences.
+Pages and slots are free as soon as a sequence ends or is preempted, even while one of its steps is in flight. This is safe because each step hands the
+pool and the per-sequence state to the next one (the arrays are donated), so steps use them strictly in the order of dispatch. The new owner's first step is
+dispatched after the old owner's last one, so its writes come later, and a sequence reads only entries that it wrote itself or shares through the prefix
+cache. The tokens of the old owner's last steps come back to ``update``, which drops those of finished sequences.
 
-A step may be scheduled while others are in flight: it counts on the tokens that they will give, whose values only the device has. A sequence that has lost
-its pages meanwhile still gets its token, and is not admitted again before.
+A step may be scheduled while others are in flight. It counts on the tokens that they will generate, whose values only the device knows. A sequence that
+loses its pages meanwhile still gets its token in flight, and is not admitted again before that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jaxserve.engine.scheduling.sequence import Lag, Sequence, SequenceStatus
 from jaxserve.request import FinishReason
 
 _SEQUENCE_TOKENS = 64
-"""What a running sequence counts for when ranks are compared, in prompt tokens: it takes a token of every step to come."""
+"""Number of prompt tokens that one running sequence counts as when the load of ranks is compared, since it takes a token of every step to come."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A rank that has room for a sequence."""
+    """A rank that has room for a waiting sequence, with its plan of the step and that room."""
 
     rank: Rank
     plan: RankPlan
@@ -44,13 +44,14 @@ class Candidate:
 
 
 Placement = Callable[[Sequence, SequenceOf[Candidate]], Candidate]
-"""Chooses the rank of a sequence that is admitted, among those with room."""
+"""Function that chooses the rank of a sequence from the candidates that have room for it."""
 
 
 def soonest(sequence: Sequence, candidates: SequenceOf[Candidate]) -> Candidate:
-    """The rank that would finish its prompt soonest: few tokens ahead of it, few of its own that are not cached, few sequences that run beside it.
+    """The rank that would finish the sequence's prompt soonest, judged by the tokens ahead of it, its own tokens that are not cached, and the running
+    sequences.
 
-    So the longest cached prefix decides until it is outweighed by load. Of equals the rank where most pages stay available, then the first.
+    So the longest cached prefix decides unless the load outweighs it. Of equal ranks, the one where most pages stay available is taken, then the first.
     """
     num_tokens = len(sequence.token_ids)
 
@@ -62,14 +63,14 @@ def soonest(sequence: Sequence, candidates: SequenceOf[Candidate]) -> Candidate:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over any number of data ranks.
+    """Schedules steps with continuous batching and chunked prefill over any number of data ranks.
 
-    Every sequence has a place in one order, for good: its ``order`` (see ``queue_policy``). Each rank runs its sequences in this order (see
-    :class:`Rank`), and one queue holds those that wait. The queue's head is admitted as soon as some rank has room for it, and is placed only then; nobody
-    overtakes it. A preempted sequence goes back to its place in the queue, may come to another rank, and recomputes all its tokens as if they were a
-    prompt. As the first sequence of a rank moves in every step, every sequence finishes.
+    Every sequence has one fixed place among all, its ``order`` (see ``queue_policy``). Each rank runs its sequences in this order (see :class:`Rank`), and one
+    queue holds those that wait. The queue's head is admitted as soon as some rank has room for it, and gets its rank only then; no other sequence overtakes
+    it. A preempted sequence either waits in host memory or goes back to its place in the queue, from where it may come to another rank and recomputes its
+    tokens as if they were a prompt. Since the first sequence of a rank progresses in every step, every sequence finishes.
 
-    The cost of a step grows with the running sequences only.
+    The host's work for a step grows with the number of running sequences only, not with the number that wait.
 
     Args:
         num_pages: Pages of each rank's pool.
@@ -77,25 +78,26 @@ class Scheduler:
         config: Limits of each rank: ``max_num_seqs`` bounds its running sequences, ``max_tokens_per_step`` the tokens of a step.
         num_ranks: Data ranks.
         make_cache: Makes a rank's prefix cache.
-        chunking: How long chunks are while others decode; without one they fill the step.
+        chunking: Decides the length of prefill chunks in steps that also decode; by default they fill the step.
         can_copy_pages: Whether the runner copies pages.
         num_host_pages: Host pages of each rank, for preempted sequences.
-        costs: What the runner measured.
-        session_ttl_s: How much longer than others the pages of a sequence with a session are kept.
-        weights: Of the tenants, by name, for ``order=fair``.
-        place: Chooses between ranks.
+        costs: Times measured by the runner, from which it is decided whether to swap.
+        session_ttl_s: Seconds into the future to which the last use of a finished request's pages is dated if it has a session id, so that they are evicted
+            later.
+        weights: Weights of the tenants by name, for ``order=fair``.
+        place: Chooses between the ranks that have room for a sequence.
 
     Attributes:
         ranks: The data ranks.
-        num_preemptions: Since the start.
-        num_queued: Sequences that have not run yet.
-        num_queued_tokens: Tokens of their prompts.
-        num_queued_tokens_of: The same by tenant.
-        num_hit_tokens: Prompt tokens found in a prefix cache since the start; every prompt counts once, when it is first admitted.
-        num_miss_tokens: Prompt tokens not found there.
+        num_preemptions: Preemptions since the start.
+        num_queued: Number of sequences that have not run yet.
+        num_queued_tokens: Number of tokens of their prompts.
+        num_queued_tokens_of: Number of tokens of their prompts by tenant.
+        num_hit_tokens: Prompt tokens found in a prefix cache since the start. Every prompt counts once, when it is first admitted.
+        num_miss_tokens: Prompt tokens not found in a prefix cache, counted in the same way.
 
     Raises:
-        ConfigError: A preferred batch that is larger than all slots.
+        ConfigError: The preferred batch size is larger than the number of slots.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> Iterable[Sequence]:
-        """Those that wait to be admitted, in no order."""
+        """The sequences that wait to be admitted, in no particular order."""
         return self._waiting
 
     @property
@@ -175,42 +177,42 @@ class Scheduler:
 
     @property
     def num_swap_outs(self) -> int:
-        """Preemptions since the start that went to host memory."""
+        """Number of sequences swapped to host memory since the start."""
         return sum(rank.swap_space.num_swap_outs for rank in self.ranks)
 
     @property
     def num_pages(self) -> int:
-        """Pages of all ranks."""
+        """Number of pages of all ranks."""
         return sum(rank.pool.num_pages for rank in self.ranks)
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no sequence holds, of all ranks; those that are cached can be evicted."""
+        """Number of pages of all ranks that no sequence holds, including cached ones, which can be evicted."""
         return sum(rank.pool.num_available for rank in self.ranks)
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that no sequence holds and that are cached, of all ranks."""
+        """Number of pages of all ranks that are cached and that no sequence holds."""
         return sum(rank.pool.num_idle for rank in self.ranks)
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages that are cached, held or not, of all ranks."""
+        """Number of pages of all ranks that are cached, whether a sequence holds them or not."""
         return sum(rank.pool.num_cached for rank in self.ranks)
 
     @property
     def num_evicted_pages(self) -> int:
-        """Cached pages given up for others since the start."""
+        """Number of cached pages evicted since the start."""
         return sum(rank.cache.num_evicted for rank in self.ranks)
 
     @property
     def num_page_copies(self) -> int:
-        """Cached pages copied since the start, for a sequence that goes on within one."""
+        """Number of cached pages copied since the start, each for a sequence that shares only the first part of a page."""
         return sum(rank.num_page_copies for rank in self.ranks)
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that can start in the next step, as far as slots go."""
+        """Number of sequence slots of all ranks that are free."""
         return self._num_slots - self.num_running
 
     @property
@@ -219,12 +221,12 @@ class Scheduler:
 
     @property
     def is_held(self) -> bool:
-        """Whether a sequence forbids that a step be scheduled before the host knows its token in flight (``Lag.HOLDS_STEP``)."""
+        """Whether no step may be scheduled now, because a sequence demands that the host know its token in flight first (``Lag.HOLDS_STEP``)."""
         return self._num_holding > 0 and any(sequence.lag is Lag.HOLDS_STEP and sequence.num_in_flight for rank in self.ranks for sequence in rank.running)
 
     @property
     def wake_at_s(self) -> float:
-        """When ``schedule``, having found nothing to run, may find something though nothing has happened since; infinity for never."""
+        """The time at which ``schedule``, after it found nothing to run, may find something even if nothing else happens; infinity for never."""
         return self._batching.wake_at_s(self._waiting.peek())
 
     def add(self, sequence: Sequence) -> None:
@@ -238,7 +240,7 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence in whatever state it is; its pages and slot are free at once. Does nothing to one that has ended already."""
+        """Ends a sequence in whatever state it is; its pages and slot are free at once. Does nothing if it has ended already."""
         if sequence.status is SequenceStatus.FINISHED:
             return
         if sequence.num_cached_tokens is None:
@@ -250,16 +252,16 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def schedule(self, now_s: float = 0.0) -> Schedule:
-        """Decides the next step and takes the pages it needs: what runs already goes first, then waiting sequences are admitted.
+        """Decides the next step and takes the pages it needs: running sequences go first, then waiting ones are admitted.
 
-        May be called again before ``update``: steps in flight are counted on to give each sequence that samples its token. One whose last token is in
-        flight, or that needs the host to know it (``Sequence.lag``), is left out.
+        May be called again before ``update``: it then counts on one token for each sequence that samples in a step in flight. A sequence is left out if its
+        last token is in flight, or if the host must know its token first (``Sequence.lag``).
 
         Args:
-            now_s: The time, of a monotonic clock.
+            now_s: The time in seconds, of a monotonic clock.
 
         Returns:
-            The step; without sequences only if there is nothing to run.
+            The step. It has no sequences only if there is nothing to run.
         """
         self._preempted = []
         pending = [rank.pending() for rank in self.ranks]
@@ -270,14 +272,16 @@ class Scheduler:
         return Schedule(tuple(rank.finish_plan(plan, runs=runs) for rank, plan in zip(self.ranks, plans, strict=True)), tuple(self._preempted))
 
     def update(self, schedule: Schedule, results: SequenceOf[SequenceResult]) -> list[tuple[Sequence, SequenceResult]]:
-        """Takes the outcome of a step, in the order of dispatch. A sequence preempted or paused meanwhile gets its tokens, one that has ended none.
+        """Takes the results of a step. Call it once for each step, in the order of dispatch.
+
+        A sequence that was preempted or paused meanwhile still gets its tokens; one that has ended gets none.
 
         Args:
-            schedule: What ``schedule`` returned.
-            results: One for each of its sequences.
+            schedule: The schedule of the step, from ``schedule``.
+            results: One result for each of its sequences.
 
         Returns:
-            The sequences that have more tokens, and what they got, in the order of the schedule.
+            The sequences that got tokens, each with its result, in the order of the schedule.
         """
         grown: list[tuple[Sequence, SequenceResult]] = []
         charge = self._waiting.charge
@@ -292,12 +296,12 @@ class Scheduler:
         return grown
 
     def lose(self, schedule: Schedule) -> None:
-        """Takes it that a step in flight gives nothing: it has failed. What it was to compute is lost too: call ``forget_pools`` after this."""
+        """Accepts that a step in flight has failed and gives no tokens. What it should have computed is missing too, so call ``forget_pools`` afterwards."""
         for scheduled in schedule.sequences:
             scheduled.sequence.num_in_flight -= scheduled.num_samples
 
     def forget_pools(self) -> None:
-        """Sends every sequence back to the queue and empties the prefix caches: for when the pools' content is lost, or the weights change."""
+        """Sends every sequence back to the queue and empties the prefix caches. For use when the pools' content is lost or the weights change."""
         for rank in self.ranks:
             for sequence in [*rank.running, *rank.swap_space.sequences]:
                 self._detach(sequence, is_sound=False)
@@ -308,14 +312,15 @@ class Scheduler:
             rank.cache.clear()
 
     def truncate(self, sequence: Sequence, num_generated_tokens: int) -> None:
-        """Forgets the generated tokens after the first so many, for a sequence that is to end there: it cannot go on."""
+        """Drops a sequence's generated tokens after the first ``num_generated_tokens``. The sequence must be finished next; it cannot go on."""
         num_tokens = sequence.num_prompt_tokens + num_generated_tokens
         del sequence.token_ids[num_tokens:]
         del sequence.cache_path.digests[num_tokens // self.ranks[0].pool.page_size :]
 
     def pause(self, sequence: Sequence) -> None:
-        """Stops a sequence until ``resume``, in whatever state it is; slot and pages are free at once, the pages' content stays in the prefix cache while
-        nobody needs the room. Does nothing to one that is paused or has ended.
+        """Stops a sequence until ``resume``, in whatever state it is. Does nothing if it is paused already or has ended.
+
+        Its slot and pages are free at once. The content of full pages stays in the prefix cache until the pages are needed for others.
         """
         if sequence.status in (SequenceStatus.FINISHED, SequenceStatus.PAUSED):
             return
@@ -327,14 +332,14 @@ class Scheduler:
         self._paused.add(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Queues a paused sequence, at its old place. Does nothing to others."""
+        """Queues a paused sequence again, at its old place. Does nothing if the sequence is not paused."""
         if sequence.status is SequenceStatus.PAUSED:
             self._paused.remove(sequence)
             sequence.status = SequenceStatus.WAITING
             self._waiting.push(sequence)
 
     def check_integrity(self) -> None:
-        """Recomputes the books of every rank and of the queue.
+        """Recomputes the records of every rank and of the queue, and compares them with those that are kept.
 
         Raises:
             AssertionError: A page or slot is leaked or owned twice, or a sequence's state contradicts where it is kept.
@@ -382,7 +387,7 @@ class Scheduler:
         return self._place(sequence, candidates) if candidates else None
 
     def _count_queued(self, sequence: Sequence, number: int) -> None:
-        """Counts the begin (1) or the end (-1) of a sequence's first wait."""
+        """Adds a sequence to (``number`` 1) or takes it from (-1) the counts of those that have not run yet."""
         num_tokens = number * sequence.num_prompt_tokens
         self.num_queued += number
         self.num_queued_tokens += num_tokens
@@ -395,7 +400,7 @@ class Scheduler:
             self._waiting.push(sequence)
 
     def _detach(self, sequence: Sequence, *, is_sound: bool = True, keep_s: float = 0.0) -> None:
-        """Takes a sequence out of where its status says it is, with all that it holds there. The status is the caller's to change."""
+        """Removes a sequence from the place that its status says it is in, with all that it holds there. The caller changes the status."""
         if sequence.status is SequenceStatus.RUNNING:
             self.ranks[sequence.rank].remove(sequence, is_sound=is_sound, keep_s=keep_s)
         elif sequence.status is SequenceStatus.SWAPPED:

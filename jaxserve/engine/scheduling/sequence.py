@@ -1,4 +1,4 @@
-"""The state of one request inside the engine. Plain Python; imports no jax."""
+"""The sequence: the state of one request inside the engine. Plain Python; imports no jax."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jaxserve.request import FinishReason, Request
 
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"
-    """Not admitted, or preempted: holds no slot and no page."""
+    """Not admitted yet, or preempted. Holds no slot and no page."""
     RUNNING = "running"
     """Holds a slot and pages."""
     SWAPPED = "swapped"
-    """Preempted: holds host pages."""
+    """Preempted, with its keys and values in host memory. Holds host pages."""
     PAUSED = "paused"
-    """Its reader is slow: holds no slot and no page, and does not wait for any."""
+    """Stopped because its reader is slow. Holds no slot and no page, and does not wait for any."""
     FINISHED = "finished"
     """Holds nothing."""
 
 
 class Lag(enum.Enum):
-    """What becomes of a sequence's next step while the token before it is still on the device."""
+    """What a sequence does in the next step while its latest token is known to the device only."""
 
     NONE = "none"
-    """It is dispatched: the token goes from step to step on the device."""
+    """The sequence takes part: the token goes from step to step on the device."""
     SITS_OUT = "sits out"
     """The sequence is left out of steps until the host knows the token."""
     HOLDS_STEP = "holds step"
@@ -35,32 +35,35 @@ class Lag(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
-    """A request's tokens, pages and progress. Mutated by the scheduler alone, the times of its tokens by the meter.
+    """A request's tokens, pages and progress. Only the scheduler changes it; the meter writes the times of its tokens.
 
     Args:
-        request: What it came from.
+        request: The request that the sequence was made from.
         seed: The 32-bit seed of its randomness.
         token_ids: Prompt and generated tokens whose values the host knows.
         num_prompt_tokens: Length of the prompt.
-        max_tokens: Most tokens to generate, already resolved against the context length.
-        cache_path: Its tokens as a prefix cache sees them; of the same list as ``token_ids``.
-        order: Its place among all sequences, smaller first; given once, when the scheduler takes it.
-        num_scheduled_tokens: Tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run.
-        num_in_flight: Tokens that these steps will give it and that have not been fetched: the host counts on them without knowing their values.
-        decode_width: Tokens of its next step if it decodes: the one generated last, later with drafts behind it.
-        lag: What becomes of its next step while a token of it is in flight.
-        rank: The data rank whose pages and slot it holds, or whose host pages; has no meaning unless RUNNING or SWAPPED.
-        page_ids: Pages held, in order of position.
-        host_page_ids: Host pages that hold what its pages held while SWAPPED.
+        max_tokens: Largest number of tokens to generate, already limited by the context length.
+        cache_path: The tokens as a prefix cache sees them; refers to the same list as ``token_ids``.
+        order: Place among all sequences, smaller first; set once, when the scheduler takes the sequence.
+        num_scheduled_tokens: Number of tokens whose keys and values are in the pool, or will be once the steps dispatched so far have run.
+        num_in_flight: Number of tokens that dispatched steps will generate and that have not been fetched. The host counts on them without knowing their
+            values.
+        decode_width: Largest number of pending tokens that counts as a decode and not as a prefill chunk: 1, the token generated last.
+        lag: What the sequence does in the next step while one of its tokens is in flight.
+        rank: Index of the data rank whose pages and slot, or host pages, it holds; has no meaning unless RUNNING or SWAPPED.
+        page_ids: Pages that it holds, in order of position.
+        host_page_ids: Host pages that hold its keys and values while SWAPPED.
         slot: Index into the rank's per-sequence state on the device while RUNNING, else -1.
+        status: Where the sequence is in its life.
+        finish_reason: Why it ended; ``None`` before.
         num_preemptions: How often it lost its pages, whatever the reason.
-        num_cached_tokens: Prompt tokens that it found in a prefix cache when it was first admitted; ``None`` before.
-        scheduled_s: When that was, by the engine's clock.
-        first_token_s: When its first generated token was there.
-        last_token_s: When its last one was; ``None`` again since a pause.
-        paused_token_s: When its last one before a pause was.
-        num_gaps: Pauses between two of its tokens.
-        gaps_s: Time between these tokens.
+        num_cached_tokens: Prompt tokens found in a prefix cache when it was first admitted; ``None`` before that.
+        scheduled_s: Time of its first admission, in seconds of the engine's clock; so are the times below.
+        first_token_s: Time at which its first generated token arrived on the host.
+        last_token_s: Time at which its latest generated token arrived; ``None`` again after a pause.
+        paused_token_s: Time at which its latest generated token before a pause arrived.
+        num_gaps: Number of intervals between two consecutive tokens that were measured.
+        gaps_s: Sum of these intervals.
     """
 
     request: Request
@@ -91,31 +94,32 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, *, seed: int, max_tokens: int, namespace: bytes = b"") -> Sequence:
-        """A new sequence.
+        """A new sequence for a request.
 
         Args:
-            request: What it comes from.
+            request: The request.
             seed: See the class.
             max_tokens: See the class.
-            namespace: Of its keys in a prefix cache.
+            namespace: Namespace of its keys in a prefix cache; see ``CachePath``.
         """
         token_ids = list(request.prompt_token_ids)
         return cls(request, seed, token_ids, len(token_ids), max_tokens, CachePath(namespace, token_ids))
 
     @property
     def num_generated_tokens(self) -> int:
-        """Generated tokens whose values the host knows."""
+        """Number of generated tokens whose values the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has once the steps in flight have been fetched, unless one of them ends it."""
+        """Number of tokens that the sequence will have when the steps in flight have been fetched, unless it ends before."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that its next step can run: those that it has and that are not scheduled. None while its last token is in flight, or while it may not run
-        ahead of a token in flight.
+        """Number of tokens that the next step can run: those that the sequence has, tokens in flight included, and that are not scheduled.
+
+        It is 0 while the sequence's last token is in flight, or while any is in flight and ``lag`` is not NONE.
         """
         num_tokens = len(self.token_ids)
         if not self.num_in_flight:
@@ -126,5 +130,5 @@ class Sequence:
 
 
 def by_order(sequence: Sequence) -> tuple[float, int]:
-    """A key for sorting."""
+    """The ``order`` of a sequence, as a key for sorting."""
     return sequence.order

@@ -1,4 +1,4 @@
-"""Host memory of one data rank: which pages of it hold what, and the sequences whose keys and values are there. Plain Python; imports no jax."""
+"""The host memory of one data rank: its pages and the sequences whose keys and values are there. Plain Python; imports no jax."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxserve.engine.scheduling.sequence import Sequence, by_order
 
 
 class SwapSpace:
-    """Sequences that were preempted without losing what they have computed.
+    """The preempted sequences whose keys and values are kept in host memory.
 
     Args:
-        num_pages: Host pages; may be 0.
+        num_pages: Number of host pages; may be 0.
         page_size: Tokens that one page holds.
 
     Attributes:
-        sequences: By ``order``.
+        sequences: The sequences in host memory, sorted by ``order``.
         num_swap_outs: Sequences swapped out since the start.
     """
 
@@ -39,7 +39,7 @@ class SwapSpace:
         return self._pool.num_free >= num_pages
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Takes a sequence whose pages there is room for; they may be given to others."""
+        """Takes a sequence, for whose pages there must be room. Its pages may be given to others right afterwards, as moves run before a step's tokens."""
         host_page_ids = self._pool.allocate(len(sequence.page_ids))
         assert host_page_ids is not None
         sequence.host_page_ids = host_page_ids
@@ -48,26 +48,28 @@ class SwapSpace:
         self.num_swap_outs += 1
 
     def swap_in(self, sequence: Sequence, page_ids: SequenceOf[int]) -> list[tuple[int, int]]:
-        """Gives a sequence back, in as many pages as it had. Returns the moves."""
+        """Gives a sequence back into ``page_ids``, as many pages as it had. Returns the moves as pairs (host page, page)."""
         moves = list(zip(sequence.host_page_ids, page_ids, strict=True))
         self._remove(sequence)  # it may come back in the very schedule that carries its moves out: those run first
         return moves
 
     def drop(self, sequence: Sequence) -> None:
-        """Forgets a sequence."""
+        """Forgets a sequence; its host pages are free at once."""
         if self._moves:
             gone = set(sequence.host_page_ids)
             self._moves = [move for move in self._moves if move[1] not in gone]
         self._remove(sequence)
 
     def take_moves(self) -> tuple[tuple[int, int], ...]:
-        """The moves out that no schedule has carried yet."""
+        """Takes the moves to host memory, as pairs (page, host page), that no schedule has carried yet."""
         moves, self._moves = tuple(self._moves), []
         return moves
 
     def check_integrity(self) -> None:
-        """Raises:
-        AssertionError: A host page is leaked or owned twice.
+        """Checks the records of host pages against the sequences.
+
+        Raises:
+            AssertionError: A host page is leaked or owned twice.
         """
         assert [sequence.order for sequence in self.sequences] == sorted(sequence.order for sequence in self.sequences)
         self._pool.check_integrity(sequence.host_page_ids for sequence in self.sequences)

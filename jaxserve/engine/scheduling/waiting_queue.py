@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from jaxserve.engine.scheduling.sequence import Sequence
 
 _COMPACT_AT = 64
-"""Dead entries below this number are left where they are."""
+"""Number of removed entries up to which they are left in the heap."""
 
 
 class WaitingQueue:
-    """Sequences by their ``order``, which must not change as long as they live; the smallest is the head. Every operation costs O(log n).
+    """A queue of sequences sorted by their ``order``, which must not change; the smallest is the head. Every operation costs O(log n), on average.
 
-    Removal leaves a dead entry in the heap. Those are dropped when they reach the head, and all at once when they outnumber the living.
+    A removed sequence leaves a dead entry in the heap. Dead entries are dropped when they reach the head, and all at once when they outnumber the live ones.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class WaitingQueue:
         return iter(self._live)
 
     def push(self, sequence: Sequence) -> None:
-        """Takes a sequence; one that has been here before gets its old place."""
+        """Adds a sequence; one that has been here before gets its old place."""
         assert sequence not in self._live
         self._live.add(sequence)
         if sequence in self._dead:
@@ -41,14 +41,14 @@ class WaitingQueue:
             heapq.heappush(self._heap, (sequence.order, sequence))
 
     def peek(self) -> Sequence | None:
-        """The head; ``None`` when nobody waits."""
+        """The sequence at the head; ``None`` if the queue is empty."""
         heap, dead = self._heap, self._dead
         while heap and heap[0][1] in dead:
             dead.remove(heapq.heappop(heap)[1])
         return heap[0][1] if heap else None
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it stands."""
+        """Removes a sequence, wherever in the queue it is."""
         self._live.remove(sequence)
         if self._heap[0][1] is sequence:
             heapq.heappop(self._heap)
@@ -60,11 +60,13 @@ class WaitingQueue:
             self._dead.clear()
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Nothing here depends on what has been served."""
+        """Does nothing: this order does not depend on the tokens served."""
 
     def check_integrity(self) -> None:
-        """Raises:
-        AssertionError: An entry is lost, doubled, or both dead and alive.
+        """Checks the heap against the sets of live and dead sequences.
+
+        Raises:
+            AssertionError: An entry is lost, doubled, or both dead and live.
         """
         entries = [sequence for _, sequence in self._heap]
         assert len(entries) == len(set(entries)) and set(entries) == self._live | self._dead and not self._live & self._dead

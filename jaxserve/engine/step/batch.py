@@ -1,4 +1,4 @@
-"""A step's batch: the one int32 array that carries a schedule to the device, which ``step.unpack`` takes apart, and the fills of slots. No jax."""
+"""A step's batch: the int32 array that carries a schedule to the device, where ``function.unpack`` takes it apart, and the fills of slots. Imports no jax."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from jaxserve.engine.step.buckets import Bucket, Buckets
 from jaxserve.engine.step.rows import OFF, ROW_FIELDS, records, set_defaults, set_owner, stages_needed
 
 FROM_CARRY = -1
-"""Token id that stands for "the last token sampled in this slot", which the host may not have seen yet."""
+"""Token id that stands for the last token sampled in the row's slot, whose value the host may not know yet."""
 
 FILL_TOKENS = 512
-"""Tokens of a rank that one fill brings."""
+"""Number of tokens of a rank that one fill carries."""
 
 NO_TOKEN = -1
 """Token id that pads a fill."""
 
 
 class Batch(NamedTuple):
-    """A packed schedule."""
+    """A schedule packed into arrays for the device."""
 
     bucket: Bucket
     packed: np.ndarray
-    """``[ranks, X]`` int32: of each rank, two counts, the token ids, then the rows."""
+    """``[ranks, X]`` int32. For each rank: the numbers of decode rows and of live rows, the token ids, then the rows."""
     fills: np.ndarray
-    """``[F, ranks, 2 + FILL_TOKENS]`` int32, to be run one after the other before the step: of each rank a slot (out of range for none), the position of the
-    first token, and token ids that its owner has and no step will run, padded with ``NO_TOKEN``. A fill from position 0 resets the slot first.
+    """``[F, ranks, 2 + FILL_TOKENS]`` int32: F fills, to be run one after the other before the step.
+
+    For each rank a fill holds a slot (out of range for none), the position of the first token, and ids of tokens that the slot's new owner has and that no
+    step will run, padded with ``NO_TOKEN``. A fill from position 0 resets the slot first.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMessage:
-    """A step as every process runs it.
+    """A step in the form that is sent to every process that runs it.
 
     Args:
-        bucket: Index of its bucket among all, smallest first.
-        packed: ``[ranks, X]`` The packed batch of every data rank.
-        moves: Of each data rank; nothing is swapped where there are several processes.
+        bucket: Index of its bucket among all buckets, smallest first.
+        packed: ``[ranks, X]`` int32, the packed batch of every data rank.
+        moves: Page moves of each data rank. Nothing is swapped if there are several processes.
         fills: See :class:`Batch`.
     """
 
@@ -54,13 +56,13 @@ class StepMessage:
 
 
 class BatchBuilder:
-    """Packs schedules. Keeps each slot's page table and sampling parameters between steps, so that a decode step costs a few vector operations.
+    """Packs schedules. Keeps each slot's page table and sampling parameters between steps, so that packing a decode step takes a few vector operations.
 
     Args:
-        buckets: What a schedule is fitted to.
+        buckets: The shapes that schedules are padded to.
         max_num_seqs: Sequence slots of one rank.
         num_ranks: Data ranks.
-        fills: Whether slots have wide state, which is to be filled with the tokens that a new owner brings.
+        fills: Whether slots have wide state (see ``slot_state``), which must be filled with the tokens that a new owner brings.
     """
 
     def __init__(self, buckets: Buckets, *, max_num_seqs: int, num_ranks: int = 1, fills: bool = False) -> None:
@@ -68,7 +70,7 @@ class BatchBuilder:
         self._ranks = [_RankRows(buckets.table_width, max_num_seqs, fills=fills) for _ in range(num_ranks)]
 
     def build(self, schedule: Schedule) -> Batch:
-        """The batch of a schedule that is not empty, in fresh arrays: the device may still read those of the steps before."""
+        """The batch of a schedule that has sequences, in new arrays, since the device may still read those of earlier steps."""
         bucket = self._buckets.choose(schedule.ranks)
         packed = np.zeros((len(self._ranks), bucket.packed_size), np.int32)
         filled = [rows.pack(rank, bucket, packed_X) for rows, rank, packed_X in zip(self._ranks, schedule.ranks, packed, strict=True)]
@@ -78,7 +80,7 @@ class BatchBuilder:
 
 
 class _RankRows:
-    """What one data rank's sequence slots hold: a packed row each."""
+    """The packed rows of one data rank's sequence slots."""
 
     def __init__(self, table_width: int, max_num_seqs: int, *, fills: bool) -> None:
         self._rows = np.zeros((max_num_seqs, len(ROW_FIELDS) + table_width), np.int32)
@@ -88,7 +90,7 @@ class _RankRows:
         self._num_pages = [0] * max_num_seqs
 
     def pack(self, schedule: RankSchedule, bucket: Bucket, packed: np.ndarray) -> list[ScheduledSequence]:
-        """Writes the rank's part of a step into ``packed`` ``[X]``, which is zero. Returns the sequences whose slots are to be filled before it."""
+        """Writes the rank's part of a step into ``packed`` ``[X]``, which holds zeros. Returns the sequences whose slots must be filled before the step."""
         scheduled = schedule.sequences
         packed[0], packed[1] = schedule.num_decodes, len(scheduled)
         tokens: list[int] = []
@@ -143,13 +145,13 @@ class _RankRows:
 
 
 def packed_batch(bucket: Bucket, *, num_rows: int, query_len: int, context_len: int, page_size: int, num_ranks: int = 1) -> np.ndarray:
-    """A packed batch of greedy rows that are all alike, each with pages of its own, the first pages of each rank: for measuring.
+    """A packed batch for measurements: greedy rows that are all alike, each with pages of its own, taken from the beginning of each rank's pool.
 
     Args:
-        bucket: The shapes.
-        num_rows: Live rows of each rank.
-        query_len: New tokens of each row.
-        context_len: Its length after the step.
+        bucket: The shapes of the batch.
+        num_rows: Number of live rows of each rank.
+        query_len: Number of new tokens of each row.
+        context_len: Length of each row's sequence after the step, in tokens.
         page_size: Tokens that one page holds.
         num_ranks: Data ranks.
     """
@@ -171,7 +173,7 @@ def _rows(packed: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 
 def _fills(filled: SequenceOf[SequenceOf[ScheduledSequence]]) -> np.ndarray:
-    """What :class:`Batch` has for the sequences of each rank whose slots are to be filled."""
+    """The array ``Batch.fills`` for the sequences of each rank whose slots must be filled."""
     if not any(filled):
         return np.zeros((0, len(filled), 2 + FILL_TOKENS), np.int32)
     portions = [[(item.sequence, first, item.start) for item in items for first in range(0, item.start, FILL_TOKENS)] for items in filled]

@@ -1,4 +1,4 @@
-"""The buckets: the fixed shapes that steps are compiled for, and which one a schedule takes. No jax."""
+"""The buckets: the fixed shapes that steps are compiled for, and which one a schedule takes. Imports no jax."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from jaxserve.engine.scheduling.schedule import RankSchedule
 from jaxserve.engine.step.rows import ROW_FIELDS, Stage
 
 _LEAST_MIXED_ROWS = 8
-"""The output head costs hardly less for 2 rows than for 8 (3.5 ms against 4.5 at V = 49,152 on two cores), and every bucket costs a compile."""
+"""Smallest row count of mixed steps. The output head costs hardly less for 2 rows than for 8 (3.5 ms against 4.5 at V = 49,152 on two cores), and every
+bucket costs a compile.
+"""
 
 Sampling = Literal["any", "greedy", "plain", "filtered"]
-"""Which stages a program has between logits and token. ``any`` has all, and the device leaves out those that no row needs."""
+"""The set of stages that a program has between logits and token. A program with ``any`` has all, and the device skips those that no row needs."""
 
 SAMPLING_STAGES: Mapping[Sampling, frozenset[Stage]] = {
     "greedy": frozenset(),
     "plain": frozenset({"temperature"}),
     "filtered": frozenset({"temperature", "filters"}),
 }
-"""The stages that a program always runs, fewest first: for devices on which a conditional makes the host wait. The last one serves every row."""
+"""The stages that each other kind of program always runs, fewest first, for devices on which a conditional makes the host wait. The last serves every row."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """The shapes that one compiled step serves, of each data rank.
+    """The shapes of one compiled step, for each data rank.
 
     Args:
-        num_tokens: T, packed tokens.
-        num_rows: B, sequences.
-        table_width: M, pages a sequence can hold.
-        decode_only: Every row has one token, so T = B; prefill is not even compiled.
-        sampling: The rows that it can sample.
+        num_tokens: T, the number of packed tokens.
+        num_rows: B, the number of sequences.
+        table_width: M, the largest number of pages of a sequence.
+        decode_only: Whether every row has exactly one token, so that T = B and prefill is not compiled.
+        sampling: The stages of sampling that the program has.
     """
 
     num_tokens: int
@@ -46,7 +48,7 @@ class Bucket:
 
     @property
     def packed_size(self) -> int:
-        """Length of a rank's packed int32 array: two counts, the token ids, then the rows' fields and page tables."""
+        """X, the length of a rank's packed int32 array: two counts, the token ids, then the rows' fields and page tables."""
         return 2 + self.num_tokens + self.num_rows * (len(ROW_FIELDS) + self.table_width)
 
 
@@ -55,11 +57,11 @@ class Buckets:
     """All buckets of an engine, and which one a schedule takes.
 
     Args:
-        decode: Buckets of steps in which every row has one token: B = T. Ascending.
-        mixed_tokens: Token counts of the other steps, ascending.
-        mixed_rows: Sequence counts of the other steps, ascending; every token count goes with every sequence count up to its own.
-        table_width: M.
-        sampling: The programs of each shape; the last one serves every row.
+        decode: Row counts of decode steps, in which every row has one token (B = T), ascending.
+        mixed_tokens: Token counts of mixed steps, ascending.
+        mixed_rows: Sequence counts of mixed steps, ascending. Every token count is combined with every sequence count, which is capped at the token count.
+        table_width: M, the largest number of pages of a sequence.
+        sampling: The kinds of programs of each shape; the last one serves every row.
     """
 
     decode: tuple[int, ...]
@@ -75,7 +77,7 @@ class Buckets:
         return sorted(Bucket(*shape, sampling) for shape in shapes for sampling in self.sampling)
 
     def choose(self, ranks: SequenceOf[RankSchedule]) -> Bucket:
-        """The smallest bucket that holds each rank's part of a step, whatever its rows sample. The scheduler's limits guarantee one."""
+        """The smallest bucket that holds each rank's part of a step, with the program that serves every row. The scheduler's limits guarantee one."""
         num_rows = max(len(rank.sequences) for rank in ranks)
         if all(rank.num_tokens == len(rank.sequences) for rank in ranks):
             rows = _at_least(self.decode, num_rows)
@@ -84,7 +86,7 @@ class Buckets:
         return Bucket(tokens, min(_at_least(self.mixed_rows, num_rows), tokens), self.table_width, False, self.sampling[-1])
 
     def narrow(self, bucket: Bucket, stages: Collection[Stage]) -> Bucket:
-        """The bucket of the same shapes with the fewest stages that include these."""
+        """The bucket of the same shapes whose program has the fewest stages among those that have all of ``stages``."""
         sampling = next((sampling for sampling in self.sampling[:-1] if SAMPLING_STAGES[sampling].issuperset(stages)), self.sampling[-1])
         return dataclasses.replace(bucket, sampling=sampling)
 
@@ -102,12 +104,12 @@ def make_buckets(
 
     Args:
         token_buckets: Token counts of mixed steps; those above ``max_tokens`` are left out and ``max_tokens`` is added.
-        sequence_buckets: Sequence counts, likewise up to ``max_rows``. All serve decode steps; none is below 2, for one row takes a slow path on CPU.
-            Mixed steps, whose cost hangs on tokens more than on rows, take every other one, from the largest down to 8.
-        max_tokens: The scheduler's token budget.
-        max_rows: The scheduler's most sequences.
-        table_width: Pages a sequence can hold.
-        sampling: The programs of each shape.
+        sequence_buckets: Sequence counts; those above ``max_rows`` are left out, ``max_rows`` is added, and none is below 2, because one row takes a slow path
+            on CPU. Decode steps use all of them. Mixed steps, whose cost depends more on tokens than on rows, use every other one, from the largest down to 8.
+        max_tokens: The scheduler's token budget of a step.
+        max_rows: Largest number of running sequences of a data rank.
+        table_width: Largest number of pages of a sequence.
+        sampling: The kinds of programs of each shape.
     """
     decode = tuple(sorted({max(2, rows) for rows in (*sequence_buckets, max_rows) if rows <= max_rows}))
     tokens = tuple(sorted({max(2, count) for count in (*token_buckets, max_tokens) if count <= max_tokens}))
@@ -116,7 +118,7 @@ def make_buckets(
 
 
 def table_width(max_model_len: int, page_size: int) -> int:
-    """M: pages of the longest sequence."""
+    """M, the number of pages of the longest sequence."""
     return ceil_div(max_model_len, page_size)
 
 

@@ -1,4 +1,4 @@
-"""The step: one pure function from parameters, pool, carry and a packed batch to the next pool, carry and sampled tokens. The runner jits it per bucket."""
+"""The step: a pure function from parameters, pool, carry and a packed batch to the next pool, carry and sampled tokens, compiled once for each bucket."""
 
 from __future__ import annotations
 
@@ -26,29 +26,32 @@ from jaxserve.models.sharding import param_shardings
 
 
 class Carry(NamedTuple):
-    """What stays on the device between steps because the next step may need it before the host has seen it. One entry a sequence slot, rank by rank."""
+    """The per-sequence state that stays on the device from step to step, because the next step may need it before the host knows it.
+
+    Each array has one element for each sequence slot, rank by rank.
+    """
 
     last_token: Int32[Array, "slots"]
-    """Last token sampled."""
+    """Id of the last token sampled in the slot."""
     num_tokens: Int32[Array, "slots"]
-    """Tokens of the sequence that steps have run, or found computed: the position of ``last_token``."""
+    """Number of the sequence's tokens whose keys and values are computed, which is the position of ``last_token``."""
     states: States
-    """Wide state, for what an engine has of it."""
+    """The wide state of the slots by name; empty if the engine has none."""
 
 
 class StepInput(NamedTuple):
-    """A packed batch taken apart. Arrays have the bucket's shapes."""
+    """A packed batch taken apart into arrays of the bucket's shapes."""
 
     token_ids_T: Int32[Array, "T"]
-    """``FROM_CARRY`` where the token is the last one sampled in the row's slot."""
+    """Token ids; ``FROM_CARRY`` for the last token sampled in the row's slot."""
     row_T: Int32[Array, "T"]
-    """Row of each token; any row for padding."""
+    """Index of each token's row; any row for padding."""
     last_token_B: Int32[Array, "B"]
-    """Packed index of each row's last token; any for an empty row."""
+    """Index of each row's last token in the packed tokens; any index for an empty row."""
     slot_B: Int32[Array, "B"]
     """Sequence slot of each row; out of range for an empty row."""
     begins_B: Bool[Array, "B"]
-    """Whether the slot's wide state is to be reset first."""
+    """Whether the slot's wide state must be reset first."""
     ragged: RaggedBatch
     sampling: SamplingArrays
 
@@ -57,13 +60,13 @@ Step = Callable[[Params, KVPool, Carry, Int32[Array, "R X"]], tuple[KVPool, Carr
 
 
 def attention_problem(model: Model, bucket: Bucket, shape: PoolShape, layout: Layout) -> Problem:
-    """What attention has to serve in a bucket on each device.
+    """The attention problem (shapes and dtypes) of a bucket on each device.
 
     Args:
-        model: What to run.
+        model: The model to run.
         bucket: Shapes of a rank's batch.
-        shape: A device's part of the pool.
-        layout: The mesh.
+        shape: Shape of a device's part of the pool.
+        layout: The mesh and the sharding rules.
     """
     num_heads = model.spec.attention.group_size * shape.num_kv_heads
     with layout.tracing():
@@ -74,20 +77,20 @@ def attention_problem(model: Model, bucket: Bucket, shape: PoolShape, layout: La
 
 
 def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Implementation, layout: Layout, states: Sequence[SlotState] = ()) -> Step:
-    """The step of one bucket: ``step(params, pool, carry, packed_RX) -> (pool, carry, token_ids_RB)``.
+    """The step of one bucket, as a pure function ``step(params, pool, carry, packed_RX) -> (pool, carry, token_ids_RB)``.
 
-    Pure. Donate ``pool`` and ``carry``. Padding is inert: it writes to no page and to no slot, and no live row reads it.
+    When it is compiled, ``pool`` and ``carry`` should be donated. Padding has no effect: it writes to no page and no slot, and no live row reads it.
 
-    On a mesh, XLA splits the model by the shardings of its parameters. What belongs to a data rank or a device alone (the batch, the pool, attention,
-    sampling) is computed by each of them on its own part: their arrays lie one after the other along the first axis.
+    On a mesh, XLA splits the model by the shardings of its parameters. The batch, the pool, attention and sampling belong to one data rank or one device
+    each, which computes its own part; their arrays are concatenated along the first axis.
 
     Args:
-        model: What to run.
+        model: The model to run.
         bucket: Shapes of each rank's packed batch.
-        shape: A device's part of the pool.
-        attention: Its implementation, which the pool's layout belongs to.
+        shape: Shape of a device's part of the pool.
+        attention: The implementation of attention, which also decides the pool's layout.
         layout: The mesh and the sharding rules.
-        states: The wide state of each slot.
+        states: The kinds of wide state that each slot has.
     """
     kind = model.spec.attention
     problem = attention_problem(model, bucket, shape, layout)
@@ -147,13 +150,13 @@ def make_step(model: Model, bucket: Bucket, *, shape: PoolShape, attention: Impl
 
 
 def unpack(packed: Int32[Array, "X"], bucket: Bucket, *, page_size: int, num_pages: int) -> StepInput:
-    """Takes a packed batch apart. What follows from lengths and page tables is computed here, not sent.
+    """The arrays of a step from a rank's packed batch. Positions and entries are computed here from lengths and page tables instead of being sent.
 
     Args:
-        packed: As ``batch.BatchBuilder`` writes it.
+        packed: The rank's packed batch, as ``batch.BatchBuilder`` writes it.
         bucket: Its shapes.
         page_size: Tokens that one page holds.
-        num_pages: Pages of one layer; the entry of a padding token is ``num_pages * page_size``.
+        num_pages: Pages of one layer; the entry of a padding token is ``num_pages * page_size``, which is out of range.
     """
     T, B = bucket.num_tokens, bucket.num_rows
     rows = packed[2 + T :].reshape(B, -1)
@@ -184,7 +187,7 @@ def abstract_params(model: Model, layout: Layout) -> Params:
 
 
 def abstract_carry(max_num_seqs: int, layout: Layout, states: Sequence[SlotState] = ()) -> Carry:
-    """The carry as abstract arrays with their shardings; ``max_num_seqs`` slots a rank."""
+    """The carry as abstract arrays with their shardings, for ``max_num_seqs`` slots of each rank."""
 
     def of_slots(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((layout.shape.data * max_num_seqs, *shape), dtype, sharding=layout.sharding(EACH_RANK))
@@ -196,12 +199,12 @@ def lower_step(step: Step, params: Params, pool: KVPool, carry: Carry, bucket: B
     """Lowers a step for a bucket, with pool and carry donated.
 
     Args:
-        step: From :func:`make_step`.
-        params: Abstract or real arrays, as pool and carry, with their shardings on the layout's mesh.
+        step: The step function from :func:`make_step`.
+        params: The parameters, as abstract or real arrays with their shardings on the layout's mesh; so are pool and carry.
         pool: The KV pool.
         carry: The carry.
         bucket: Shapes of each rank's batch.
-        layout: The mesh; its devices may be those of a topology that is only compiled for.
+        layout: The mesh and the sharding rules. Its devices may belong to a topology that is not present and only compiled for.
     """
     packed = jax.ShapeDtypeStruct((layout.shape.data, bucket.packed_size), jnp.int32, sharding=layout.sharding(EACH_RANK))
     with layout.tracing():

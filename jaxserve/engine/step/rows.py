@@ -1,4 +1,4 @@
-"""The row schema: what a step is told of each of its rows, field by field. Packing on the host and unpacking on the device derive from it. No jax."""
+"""The row schema: the fields that a step gets for each of its rows. Packing on the host and unpacking on the device derive from it. Imports no jax."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.request import SamplingParams
 
 OFF = int(np.iinfo(np.int32).max)
-"""No limit, or no slot: larger than any vocabulary and any number of slots."""
+"""Value that stands for "no limit" or "no slot": it is larger than any vocabulary and any number of slots."""
 
 Stage = Literal["temperature", "filters"]
-"""Stages between logits and token that a step can leave out where no row needs them; see ``step.sampler``."""
+"""A stage between logits and token that a step can skip if no row needs it; see ``step.sampler``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowField:
-    """One number of a row. It takes 32 bits of the packed int32 array, whatever its type.
+    """One number of a row. It takes 32 bits of the packed int32 array, whatever its dtype.
 
     Args:
-        name: Unique among the fields.
-        dtype: A type of 32 bits.
-        default: Its value in a row of padding.
-        meaning: What the number says.
-        of: Its value for a sequence, which stays the same while that holds its slot; ``None`` for a field that each step sets anew.
-        stage: What a row needs whose value is not the default; ``None`` where nothing follows from it.
+        name: Name, unique among the fields.
+        dtype: Dtype of 32 bits.
+        default: Value in a padding row.
+        meaning: Meaning of the number, for readers.
+        of: Gives the value for a sequence, which stays the same while the sequence holds its slot; ``None`` for a field that each step sets anew.
+        stage: Stage of sampling that a row needs if its value is not the default; ``None`` if no stage depends on the field.
     """
 
     name: str
@@ -66,7 +66,7 @@ ROW_FIELDS: tuple[RowField, ...] = (
 """The columns of a row, in packed order, before its page table."""
 
 OWNER_FIELDS = tuple(field for field in ROW_FIELDS if field.of is not None)
-"""Those that belong to the owner of a slot."""
+"""The fields that depend on the owner of a slot only."""
 
 _RECORD = np.dtype([(field.name, field.dtype) for field in ROW_FIELDS])
 _DEFAULTS = np.array(tuple(field.default for field in ROW_FIELDS), _RECORD)
@@ -75,16 +75,16 @@ _OWNER_READERS = [field.of for field in ROW_FIELDS if field.of is not None]
 
 
 def records(rows: np.ndarray) -> Any:
-    """The fields of packed rows by name, as a view.
+    """The fields of packed rows as a structured view, by name.
 
     Args:
-        rows: ``[..., X]`` int32, with the fields first on the last axis, which is contiguous.
+        rows: ``[..., X]`` int32. The last axis is contiguous and begins with the fields.
     """
     return rows[..., : len(ROW_FIELDS)].view(_RECORD)[..., 0]
 
 
 def set_defaults(rows: np.ndarray) -> None:
-    """Makes packed rows ``[..., X]`` rows of padding."""
+    """Makes packed rows ``[..., X]`` padding rows."""
     records(rows)[...] = _DEFAULTS
 
 
@@ -94,6 +94,6 @@ def set_owner(row: np.ndarray, sequence: Sequence) -> None:
 
 
 def stages_needed(rows: np.ndarray) -> set[Stage]:
-    """The stages that any of some packed rows ``[..., X]`` needs."""
+    """The stages of sampling that at least one of the packed rows ``[..., X]`` needs."""
     values = records(rows)
     return {field.stage for field in ROW_FIELDS if field.stage is not None and (values[field.name] != field.default).any()}

@@ -1,7 +1,7 @@
-"""Choosing the next token from logits, on the device, each row by its own parameters. Pure functions of arrays; no sort of the vocabulary.
+"""The sampler: chooses the next token of each row from its logits, on the device, by the row's own parameters. Pure functions; the vocabulary is not sorted.
 
-Logits become tokens in stages, the same ones whether the vocabulary lies on one device or is split (``step.split_sampler``): changes of the logits
-(``LOGITS_STAGES``), temperature, filters (``FILTERS``), draw. A stage that no row needs is left out: see :func:`when`.
+Logits become tokens in stages, which are the same whether the vocabulary lies on one device or is split (``step.split_sampler``): changes of the logits
+(``LOGITS_STAGES``), temperature, filters (``FILTERS``), and the draw. A stage that no row needs is skipped; see :func:`when`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.engine.step.buckets import SAMPLING_STAGES, Sampling
 from jaxserve.engine.step.rows import OFF, ROW_FIELDS
 
 CHUNK = 256
-"""Vocabulary entries of one chunk of the two-level searches. On CPU an argmax over V = 49,152 in one level took 3.5 ms for 32 rows, in two 0.13."""
+"""Number of token ids in one chunk of the two-level searches. On CPU an argmax over V = 49,152 took 3.5 ms for 32 rows in one level, 0.13 in two."""
 
 _ONE_BITS = 0x3F800000
 """float32 1.0 as an integer: the bits of floats in [0, 1] are ordered as the floats are."""
@@ -29,29 +29,29 @@ _FIELDS = {field.name: field for field in ROW_FIELDS}
 
 
 class SamplingArrays(NamedTuple):
-    """Sampling parameters of the rows of logits, named as the row schema's fields (``step.rows``). A greedy row has temperature 0 and no filters."""
+    """The sampling parameters of all rows, named like the fields of the row schema (``step.rows``). A greedy row has temperature 0 and no filters."""
 
     temperature_B: Float[Array, "B"]
     top_k_B: Int32[Array, "B"]
-    """V or more where it is off."""
+    """Number of likeliest tokens to keep; V or more if the filter is off."""
     top_p_B: Float[Array, "B"]
     min_p_B: Float[Array, "B"]
     seed_B: UInt32[Array, "B"]
     position_B: Int32[Array, "B"]
-    """Position that the new token will have in its sequence."""
+    """Position of the new token in its sequence."""
 
     def need(self, name: str) -> Bool[Array, ""]:
-        """Whether any row has a field that is not the schema's default."""
+        """Whether the field ``name`` of any row differs from the schema's default."""
         return jnp.any(getattr(self, f"{name}_B") != _FIELDS[name].default)
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitsStage:
-    """A change of the logits before anything else looks at them: bias and penalties, masks.
+    """A change of the logits before all other stages, such as a bias, a penalty or a mask.
 
     Args:
-        name: A field of the row schema; a row needs the stage where that is not the default.
-        apply: ``apply(logits_BV, params)``, elementwise in V, for ``logits_BV`` may be a part of the vocabulary.
+        name: Field of the row schema; a row needs the stage if its value is not the default.
+        apply: Function ``apply(logits_BV, params)`` that returns the changed logits. It works elementwise in V, because it may get a part of the vocabulary.
     """
 
     name: str
@@ -60,12 +60,13 @@ class LogitsStage:
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """A filter that keeps a row's tokens from some weight on, which has to be searched for.
+    """A filter that keeps a row's tokens whose weight is at least a threshold, which has to be searched for.
 
     Args:
-        name: As a logits stage's.
-        search: ``search(weights, params, total)``: the least weight that each row keeps, 0 where it has the filter off. ``weights`` are those that the filters
-            before have left; ``total`` adds up a row's number over all parts of the vocabulary.
+        name: Field of the row schema; a row needs the filter if its value is not the default.
+        search: Function ``search(weights, params, total)`` that returns each row's threshold, 0 for a row whose filter is off. ``weights`` are those left by
+            the
+            earlier filters; ``total`` adds up a number of each row over all parts of the vocabulary.
     """
 
     name: str
@@ -73,14 +74,14 @@ class Filter:
 
 
 def when(name: str, params: SamplingArrays, sampling: Sampling, needed: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
-    """``needed()`` if any row has more than the default in a field, else ``otherwise()``. Only one of them is computed.
+    """The result of ``needed()`` if any row has a field that is not the default, else of ``otherwise()``. Only one of them is computed.
 
     Args:
-        name: A field of the row schema that has a stage.
-        params: Of each row.
-        sampling: ``any`` decides on the device. The other programs have their stages once and for all, and the host calls one that has what the rows need.
-        needed: Computes the array.
-        otherwise: Likewise.
+        name: Field of the row schema that has a stage.
+        params: Sampling parameters of each row.
+        sampling: Kind of program. ``any`` decides on the device. The others have a fixed set of stages, and the host calls one that has all the stages needed.
+        needed: Computes the result with the stage.
+        otherwise: Computes the result without the stage.
     """
     if sampling == "any":
         return lax.cond(params.need(name), needed, otherwise)
@@ -88,7 +89,7 @@ def when(name: str, params: SamplingArrays, sampling: Sampling, needed: Callable
 
 
 LOGITS_STAGES: tuple[LogitsStage, ...] = ()
-"""In order: bias and penalties, then masks. No field of the row schema calls for one so far."""
+"""The changes of the logits, in order. There are none so far; bias and penalties come first, then masks."""
 
 
 def sample(
@@ -96,15 +97,15 @@ def sample(
 ) -> Int32[Array, "B"]:
     """One token id for each row of logits.
 
-    Temperature, then top-k, then top-p on what top-k left, then min-p relative to the most likely token. Tokens of equal probability at a
-    threshold stay together. The random number of a row is ``uniform(fold_in(key(seed), position))``: no batch mate, slot, chunk or mesh enters.
-    Rows with temperature 0 take the lowest id among the largest logits; when all are such, nothing else is computed.
+    Temperature is applied first, then top-k, then top-p on what top-k left, then min-p relative to the most likely token. Tokens of equal probability at a
+    threshold are all kept. The random number of a row is ``uniform(fold_in(key(seed), position))``, so it does not depend on the other rows, the slot, the
+    chunks or the mesh. Rows with temperature 0 take the lowest id among the largest logits; if all rows are such, nothing else is computed.
 
     Args:
-        logits_BV: Of the whole vocabulary.
-        params: Of each row.
-        sampling: The stages that the program has; the rows need no others.
-        stages: What changes the logits first.
+        logits_BV: Logits of the whole vocabulary.
+        params: Sampling parameters of each row.
+        sampling: Kind of program, whose stages must include all that the rows need.
+        stages: Changes of the logits, which come first.
     """
     vocab_size = logits_BV.shape[1]
 
@@ -129,16 +130,16 @@ def choose(
     drawn: Callable[[Array, SamplingArrays], Array],
     greedy: Callable[[Array], Array],
 ) -> Int32[Array, "B"]:
-    """The stages that do not depend on where the vocabulary lies, around those that do.
+    """One token id for each row, by the stages that :func:`sample` and ``split_sampler.sample_split`` share around ``drawn`` and ``greedy``, which differ.
 
     Args:
-        logits_BV: Of the vocabulary, or of this device's part.
-        params: Of each row.
+        logits_BV: Logits of the vocabulary, or of this device's part.
+        params: Sampling parameters of each row.
         sampling: See :func:`sample`.
-        stages: Likewise.
-        vocab_size: V, of the whole.
-        drawn: Chooses the tokens by the parameters of each row, from the changed logits.
-        greedy: Chooses them where all rows are greedy.
+        stages: See :func:`sample`.
+        vocab_size: V, the size of the whole vocabulary.
+        drawn: Chooses the tokens from the changed logits by the parameters of each row.
+        greedy: Chooses the tokens if all rows are greedy.
     """
     params = params._replace(top_k_B=jnp.where(params.top_k_B < vocab_size, params.top_k_B, OFF))
     for stage in stages:
@@ -151,7 +152,7 @@ def _changed(stage: LogitsStage, logits_BV: Array, params: SamplingArrays, sampl
 
 
 def split_into_chunks(logits_BV: Float[Array, "B V"]) -> Float[Array, "B C chunk"]:
-    """The logits in chunks of ``CHUNK``, the last one filled up with minus infinity."""
+    """The logits in chunks of ``CHUNK``, the last one padded with minus infinity."""
     num_rows, vocab_size = logits_BV.shape
     padding = round_up(vocab_size, CHUNK) - vocab_size
     if padding:
@@ -167,8 +168,9 @@ def argmax(chunked: Float[Array, "B C chunk"]) -> Int32[Array, "B"]:
 
 
 def weigh(logits: Float[Array, "B *some"], largest_B: Float[Array, "B"], params: SamplingArrays) -> Float[Array, "B *some"]:
-    """Probabilities relative to the most likely token's, in [0, 1]. ``largest_B`` is the row's largest logit; it is subtracted first: a tiny
-    temperature then gives exp(-inf) = 0 and never inf - inf.
+    """The weights of tokens: their probabilities relative to the most likely token's, in [0, 1].
+
+    ``largest_B`` is each row's largest logit. It is subtracted first, so that a tiny temperature gives exp(-inf) = 0 and never inf - inf.
     """
     shape = (-1, *(1,) * (logits.ndim - 1))
     temperature_B = jnp.where(params.temperature_B > 0, params.temperature_B, 1.0)
@@ -176,20 +178,20 @@ def weigh(logits: Float[Array, "B *some"], largest_B: Float[Array, "B"], params:
 
 
 def keep(weights: Float[Array, "B C chunk"], threshold_B: Float[Array, "B"]) -> Float[Array, "B C chunk"]:
-    """The weights of a threshold and more; 0 for the others."""
+    """The weights that are at least their row's threshold; 0 in place of the others."""
     return jnp.where(weights >= threshold_B[:, None, None], weights, 0.0)
 
 
 def threshold(
     weights: Float[Array, "B C chunk"], params: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
 ) -> Float[Array, "B"]:
-    """The weight from which on a row's tokens stay, after all filters.
+    """The smallest weight that each row's tokens must have to pass all filters.
 
     Args:
-        weights: From :func:`weigh`, of the whole vocabulary or of a part.
-        params: Of each row.
+        weights: Weights from :func:`weigh`, of the whole vocabulary or of a part.
+        params: Sampling parameters of each row.
         sampling: See :func:`sample`.
-        total: Adds up a row's number over all parts.
+        total: Adds up a number of each row over all parts of the vocabulary.
     """
     threshold_B = jnp.zeros_like(params.top_p_B)
     for each in FILTERS:
@@ -202,7 +204,7 @@ def threshold(
 def search(
     which: Filter, weights: Float[Array, "B C chunk"], params: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
 ) -> Float[Array, "B"]:
-    """The weight from which on a row's tokens stay after one filter; see :func:`threshold`."""
+    """The smallest weight that each row's tokens must have to pass one filter; for the arguments see :func:`threshold`."""
     return when(which.name, params, sampling, lambda: which.search(weights, params, total), lambda: jnp.zeros_like(params.top_p_B))
 
 
@@ -221,7 +223,7 @@ def _search_top_p(weights: Array, params: SamplingArrays, total: Callable[[Array
 
 TOP_K, TOP_P = Filter("top_k", _search_top_k), Filter("top_p", _search_top_p)
 FILTERS = (TOP_K, TOP_P)
-"""In order. Min-p comes after them."""
+"""The filters, in order. Min-p comes after them and needs no search."""
 
 
 def _largest_threshold(weights: Array, measure: Callable[[Array], Array], target_B: Array) -> Array:
@@ -241,7 +243,7 @@ def _largest_threshold(weights: Array, measure: Callable[[Array], Array], target
 
 
 def uniform(params: SamplingArrays) -> Float[Array, "B"]:
-    """The row's random number in [0, 1)."""
+    """A random number in [0, 1) for each row, from its seed and position."""
 
     def one(seed: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position))
@@ -250,7 +252,7 @@ def uniform(params: SamplingArrays) -> Float[Array, "B"]:
 
 
 def find(weights: Float[Array, "B C chunk"], running_BC: Float[Array, "B C"], target_B: Float[Array, "B"]) -> Int32[Array, "B"]:
-    """The token at which the running sum of weights first exceeds the target, by chunk and then within it. ``running_BC`` is that sum after each chunk."""
+    """The token of each row at which the running sum of weights first exceeds ``target_B``. ``running_BC`` is that sum after each chunk."""
     chunk_sums = weights.sum(-1)
     chunk_B = _first((running_BC > target_B[:, None]) & (chunk_sums > 0), chunk_sums > 0)
     before_B = jnp.take_along_axis(running_BC - chunk_sums, chunk_B[:, None], axis=1)[:, 0]
@@ -260,6 +262,6 @@ def find(weights: Float[Array, "B C chunk"], running_BC: Float[Array, "B C"], ta
 
 
 def _first(hit: Array, allowed: Array) -> Array:
-    """Index of the first hit; where rounding leaves none, of the last that is allowed."""
+    """Index of the first hit in each row; if rounding leaves none, of the last element that is allowed."""
     last = allowed.shape[-1] - 1 - jnp.argmax(allowed[:, ::-1], axis=-1)
     return jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1), last)

@@ -1,8 +1,8 @@
-"""Wide state of sequence slots that lives on the device: how it is declared, and how it begins and follows the tokens of the slot's owner. Pure functions.
+"""Wide state of sequence slots: arrays on the device with several numbers for each slot, and how they follow the tokens of the slot's owner. Pure functions.
 
-A slot *begins* when it has a new owner, also one that comes back after a preemption, from host memory or from another rank: whatever the last owner left is
-reset. Tokens that the owner has and no step will run, because their keys and values are cached or come from host memory, are *filled* from the host. Then
-every step adds the tokens that it runs. Nothing happens when a slot *ends*: it is reset when it begins again.
+A slot *begins* when it gets a new owner, which may be a sequence that comes back after a preemption: the state that the last owner left is reset. The
+owner's tokens that no step will run, because their keys and values are cached or come from host memory, are then *filled* in from the host. Afterwards
+every step adds the tokens that it runs. Nothing happens when the owner leaves; the slot is reset when it begins again.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from jaxserve.kernels_pallas.target import current_target
 
 
 class SlotTokens(NamedTuple):
-    """Tokens that their slots' sequences have gained, each sequence's in order."""
+    """New tokens of the sequences that own slots, in order for each sequence."""
 
     token_ids_N: Int32[Array, "N"]
     positions_N: Int32[Array, "N"]
-    """Position of each in its sequence."""
+    """Position of each token in its sequence."""
     slots_N: Int32[Array, "N"]
-    """Out of range for padding."""
+    """Slot of each token; out of range for padding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotState:
-    """One kind of state. A step has seen all tokens of a row, those that it runs included, when it chooses the next one.
+    """One kind of wide state. When a step samples a row's next token, the state includes all tokens of the row, also those that this step runs.
 
     Args:
-        name: Unique.
-        shape: Of one slot's state.
-        dtype: Its type.
+        name: Name, unique among the kinds.
+        shape: Shape of one slot's state.
+        dtype: Dtype of its elements.
         begin: Value of every element before the first token.
-        update: ``update(state, tokens)``: the state ``[slots, *shape]`` of a rank's slots after some tokens. Tokens of a slot come in any portions. Every
-            model rank does the same.
+        update: Function ``update(state, tokens)`` that returns the state ``[slots, *shape]`` of a rank's slots after some tokens. The tokens of a slot may come
+            in portions of any size. Every model rank computes the same.
     """
 
     name: str
@@ -51,24 +51,24 @@ class SlotState:
 
 
 States = Mapping[str, Array]
-"""Of each kind of state by name, ``[slots, *shape]``."""
+"""The state of all slots, ``[slots, *shape]``, by the name of its kind."""
 
 
 def advance(states: States, kinds: Sequence[SlotState], slot_B: Int32[Array, "B"], begins_B: Bool[Array, "B"], tokens: SlotTokens) -> dict[str, Array]:
-    """The states after some tokens; those of slots that begin are reset before.
+    """The states after some tokens. The states of slots that begin are reset first.
 
     Args:
-        states: Before.
-        kinds: What there is.
-        slot_B: Slots, out of range for none.
-        begins_B: Which of these begin.
-        tokens: What their sequences gain.
+        states: The states before.
+        kinds: The kinds of state.
+        slot_B: Slots of the rows; out of range for an empty row.
+        begins_B: Whether each of these slots begins.
+        tokens: The new tokens.
     """
     return {kind.name: kind.update(_reset(states[kind.name], kind, slot_B, begins_B), tokens) for kind in kinds}
 
 
 def fill(states: States, kinds: Sequence[SlotState], fill_X: Int32[Array, "X"]) -> dict[str, Array]:
-    """The states after a rank's fill; see ``batch.Batch``."""
+    """The states after a rank's fill, whose form ``batch.Batch.fills`` describes."""
     slot, first, token_ids_N = fill_X[0], fill_X[1], fill_X[2:]
     is_token_N = token_ids_N != NO_TOKEN
     tokens = SlotTokens(jnp.where(is_token_N, token_ids_N, 0), first + jnp.arange(len(token_ids_N)), jnp.where(is_token_N, slot, OFF))

@@ -1,4 +1,4 @@
-"""Choosing the next token when the vocabulary is split over a mesh axis: candidates of each part and one small gather, never the logits."""
+"""The sampler for a vocabulary that is split over a mesh axis: devices exchange a few candidates in one small gather, never the logits."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from jaxserve.engine.step.sampler import (
 from jaxserve.kernels_pallas.target import current_target
 
 NUM_CANDIDATES = 64
-"""Likeliest tokens that each part sends: all that top-k up to this can keep, and nearly always all that top-p keeps."""
+"""Number of likeliest tokens that each part sends. It covers every top-k up to this number, and nearly always all that top-p keeps."""
 
 
 def sample_split(
     logits_BV: Float[Array, "B V"], params: SamplingArrays, axis: str, *, sampling: Sampling = "any", stages: Sequence[LogitsStage] = LOGITS_STAGES
 ) -> Int32[Array, "B"]:
-    """One token id for each row of logits, the same on every device of the axis, and the same as :func:`jaxserve.engine.step.sampler.sample` of the whole.
+    """One token id for each row of logits: the same on every device of the axis, and the same as ``sampler.sample`` gives for the whole vocabulary.
 
-    Each part sends its candidates, their largest included, and the sum of its weights. A row whose filters keep candidates only, which the least of them
-    tells, is drawn from these. Where a row keeps more (no top-k and no top-p, or a very flat distribution), the running sums of the parts decide which one
-    holds the token; only there, and only with top-k or top-p, the thresholds are searched with a reduction a round. A program without filters sends no
-    candidates but the largest; one that may not decide on the device always searches.
+    Each part sends its candidates, which are its likeliest tokens, and the sum of its weights. If a row's filters keep nothing but candidates, which the
+    smallest candidate's weight tells, the row's token is drawn from them. If a row keeps more (no top-k and no top-p, or a very flat distribution), the running
+    sums of the parts decide which part holds the token; for such rows with top-k or top-p, the thresholds are searched with one reduction in each round. A
+    program without filters sends only the largest candidate. A program that may not decide on the device always does the search.
 
     Args:
-        logits_BV: This device's part of the vocabulary: equal parts, in order.
-        params: Of each row, equal on all devices of the axis.
-        axis: Mesh axis that the vocabulary is split over; call it inside ``shard_map``.
-        sampling: The stages that the program has; the rows need no others.
-        stages: What changes the logits first.
+        logits_BV: Logits of this device's part of the vocabulary. The parts are equal and in order.
+        params: Sampling parameters of each row, equal on all devices of the axis.
+        axis: Mesh axis that the vocabulary is split over; the function must be called inside ``shard_map``.
+        sampling: Kind of program, whose stages must include all that the rows need.
+        stages: Changes of the logits, which come first.
     """
     part_size = logits_BV.shape[1]
     first_id = lax.axis_index(axis) * part_size
@@ -103,7 +103,7 @@ def sample_split(
 
 
 def _gather(values_BC: Array, ids_BI: Array, axis: str) -> tuple[Array, Array]:
-    """Values and ids of all parts ``[B, parts, …]``, in one message."""
+    """The values and ids of all parts ``[B, parts, …]``, exchanged in one message."""
     packed = jnp.concatenate([lax.bitcast_convert_type(values_BC, jnp.int32), ids_BI], axis=1)
     packed = lax.all_gather(packed, axis, axis=1)
     split = values_BC.shape[1]
@@ -117,13 +117,13 @@ def _best(values_BP1: Array, ids_BP1: Array) -> Array:
 
 
 def _filter(weights_BX: Array, total_B: Array, unsent_B: Array, params: SamplingArrays, sampling: Sampling) -> tuple[Array, Array]:
-    """The filters among candidates: the weights that stay, and whether no other token would have stayed.
+    """The filters applied to candidates: the weights that stay, and whether the filters would keep no token that is not a candidate.
 
     Args:
-        weights_BX: Of the candidates.
+        weights_BX: Weights of the candidates.
         total_B: Sum of the weights of all tokens.
-        unsent_B: No token that is not a candidate weighs more.
-        params: Of each row.
+        unsent_B: Largest weight that a token which is no candidate can have.
+        params: Sampling parameters of each row.
         sampling: See ``sampler.sample``.
     """
     assert FILTERS == (TOP_K, TOP_P), "each filter has its own way to tell from candidates what the whole vocabulary would keep"
@@ -151,7 +151,7 @@ def _draw(weights_BX: Array, ids_BX: Array, uniform_B: Array) -> Array:
 
 
 def _draw_from_all(logits_BV: Array, largest_B: Array, params: SamplingArrays, sampling: Sampling, axis: str) -> Array:
-    """The draw of ``sampler.sample``, every part doing its share: what is exchanged is a number or two a row."""
+    """The draw of ``sampler.sample`` from the whole vocabulary. Each part computes its share, and one or two numbers for each row are exchanged."""
     part_size = logits_BV.shape[1]
     weights = weigh(split_into_chunks(logits_BV), largest_B, params)
     weights = keep(weights, threshold(weights, params, sampling, lambda part_B: lax.psum(part_B, axis)))

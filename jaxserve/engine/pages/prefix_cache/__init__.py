@@ -1,1 +1,1 @@
-"""Keys and values of finished prompts that later prompts begin with: one interface, two implementations."""
+"""Prefix caches, which share the pages of computed tokens with later sequences that begin with the same tokens: one interface, two implementations."""

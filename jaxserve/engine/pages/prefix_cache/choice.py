@@ -1,4 +1,4 @@
-"""From the configuration's name of a prefix cache to the caches of an engine's data ranks. Imports no jax."""
+"""The choice of the prefix cache by its name in the configuration. Imports no jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakePrefixCache = Callable[[PagePool], PrefixCache]
 
 
 def choose_prefix_cache(name: Literal["radix", "hash", "off"]) -> MakePrefixCache:
-    """What makes the prefix cache of a rank's pool. Those of one engine agree on the digests that a sequence keeps."""
+    """The function that makes the prefix cache of a data rank's pool. Call this once for each engine: its ranks must share the secret of their digests."""
     if name == "radix":
         return RadixPrefixCache
     if name == "off":

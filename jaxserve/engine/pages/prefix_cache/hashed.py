@@ -1,4 +1,4 @@
-"""A prefix cache as a table from digests to pages: a page's digest covers all tokens up to its end. Imports no jax."""
+"""A prefix cache as a table from digests to pages. A page's digest covers all tokens up to its end. Imports no jax."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class _Block:
     """A cached page.
 
     Args:
-        digest: Its key.
+        digest: Its key in the table.
         page_id: The page.
-        last_use: Not before that of any page behind it in a sequence.
+        last_use: Its last use, which is not before that of any page behind it in a sequence.
         is_queued: See ``EvictionOrder``.
     """
 
@@ -31,13 +31,13 @@ class _Block:
 
 
 class HashedPrefixCache:
-    """See :class:`PrefixCache`. Finds whole pages, and of a prompt that is cached to its end the last one, to copy.
+    """A :class:`PrefixCache` that finds whole pages, and for a prompt that is cached to its very end also the last page, which is then copied.
 
-    A digest is SHA-256 over a secret of this process, the namespace and all tokens up to the page's end: nobody can choose prompts that collide.
+    A digest is SHA-256 over a secret of this process, the namespace and all tokens up to the page's end, so that nobody can choose prompts that collide.
 
     Args:
-        pool: Whose pages are cached.
-        secret: Of the digests; ``None`` draws one.
+        pool: The pool whose pages are cached.
+        secret: Secret of the digests; ``None`` draws one.
     """
 
     def __init__(self, pool: PagePool, secret: bytes | None = None) -> None:
@@ -110,7 +110,7 @@ class HashedPrefixCache:
             assert block.digest == digest and block.is_queued != is_parked
 
     def _digests(self, path: CachePath, num_pages: int) -> list[bytes]:
-        """Digests of a sequence's first pages."""
+        """The digests of a sequence's first ``num_pages`` pages."""
         known, page_size = path.digests, self._pool.page_size
         while len(known) < num_pages:
             before = known[-1] if known else self._secret + path.namespace

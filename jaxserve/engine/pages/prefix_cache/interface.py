@@ -1,4 +1,4 @@
-"""What a prefix cache does, whoever does it. One belongs to each data rank; it shares whole pages of the rank's pool. Imports no jax."""
+"""The interface of prefix caches. Each data rank has one, which shares whole pages of the rank's pool. Imports no jax."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class CachePath:
     """A sequence as a prefix cache sees it.
 
     Args:
-        namespace: Digest of all that changes the keys and values of the same tokens; see :func:`make_namespace`.
-        token_ids: The sequence's own list, which grows.
-        digests: Of its whole pages, as far as a cache has computed them.
+        namespace: Digest of everything that changes the keys and values of the same tokens; see :func:`make_namespace`.
+        token_ids: The sequence's own list of token ids, which grows.
+        digests: Digests of its first whole pages, as far as a cache has computed them.
     """
 
     namespace: bytes
@@ -25,12 +25,13 @@ class CachePath:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """What a cache holds of a sequence.
+    """The cached pages that a sequence can use.
 
     Args:
-        page_ids: Whole pages from its start, to be shared.
-        copy_page_id: A page whose first ``num_copied`` tokens are those that follow; to be copied, for the sequence goes on in it. ``None`` for none.
-        num_copied: Tokens; less than a page.
+        page_ids: Pages that hold the sequence's first tokens and can be shared as they are.
+        copy_page_id: A page whose first ``num_copied`` tokens come next in the sequence. It must be copied, because the sequence goes on differently within it.
+            ``None`` if there is none.
+        num_copied: Number of those tokens, less than a page.
     """
 
     page_ids: tuple[int, ...] = ()
@@ -39,7 +40,7 @@ class Match:
 
     @property
     def all_page_ids(self) -> tuple[int, ...]:
-        """The pages to share and the one to copy from."""
+        """Ids of the pages to share and of the one to copy from, if there is one."""
         return self.page_ids if self.copy_page_id is None else (*self.page_ids, self.copy_page_id)
 
 
@@ -47,59 +48,62 @@ NO_MATCH = Match()
 
 
 class PrefixCache(Protocol):
-    """Remembers which pages hold which tokens. A page it remembers is *cached*; one that no sequence holds either is *idle*, and can be evicted.
+    """Remembers which pages hold which tokens. A page that it remembers is *cached*; a cached page that no sequence holds is *idle* and can be evicted.
 
-    Every idle page can be evicted, sooner or later within one call of ``evict``; a held one never is. So the pool's count of idle pages is room.
-    Times are those of a monotonic clock, in seconds; the pages used least recently go first.
+    One call of ``evict`` can evict every idle page, and never evicts a held one, so idle pages count as available. The pages used least recently are evicted
+    first. Times are those of a monotonic clock, in seconds.
     """
 
     @property
     def num_evicted(self) -> int:
-        """Pages evicted since the start."""
+        """Number of pages evicted since the start."""
         ...
 
     def match(self, path: CachePath, max_tokens: int) -> Match:
-        """The longest prefix of the sequence's first ``max_tokens`` tokens that is cached. Changes nothing."""
+        """The cached pages for the longest prefix of the sequence's first ``max_tokens`` tokens. Changes nothing."""
         ...
 
     def use(self, path: CachePath, num_pages: int, now_s: float) -> None:
-        """Notes that the first ``num_pages`` pages of a sequence, all cached, are used now."""
+        """Records that the first ``num_pages`` pages of a sequence, all of them cached, are used now."""
         ...
 
     def insert(self, path: CachePath, page_ids: Sequence[int], now_s: float, *, release: bool, keep_until_s: float = 0.0) -> None:
-        """Caches pages of a sequence that hold its tokens from the start on. What is cached already stays as it is.
+        """Caches a sequence's first pages. Tokens whose pages are cached already stay where they are.
 
         Args:
             path: The sequence.
-            page_ids: Pages that it holds and has filled, in order of position.
+            page_ids: The first pages that it holds and has filled, in order of position.
             now_s: The time.
-            release: Whether the sequence releases all its pages at once after this. One that goes on adds nothing behind a page that another's copy is
-                cached of: a cached page whose holder does not hold those before it would keep them from being evicted.
-            keep_until_s: Count them as used at this time rather than now, if it is later: they outlast all that is not used after it.
+            release: Whether the sequence releases all its pages right after this call. If it does not, and one of its pages is cached in another sequence's
+                copy, the
+                pages from there on are not cached: they would be held while cached pages before them are not, which would keep those from being evicted.
+            keep_until_s: Time of use to record instead of now, if it is later. The pages then outlast all that are not used after that time.
         """
         ...
 
     def evict(self, num_pages: int) -> None:
-        """Gives idle pages, at least ``num_pages`` of which there are, back to the pool."""
+        """Gives ``num_pages`` idle pages back to the pool as free ones. There must be at least as many."""
         ...
 
     def clear(self) -> None:
-        """Forgets everything; idle pages go back to the pool."""
+        """Forgets all pages. Idle pages become free."""
         ...
 
     def cached_page_ids(self) -> Iterable[int]:
-        """All cached pages, each once."""
+        """Ids of all cached pages, each once."""
         ...
 
     def check_integrity(self) -> None:
-        """Raises:
-        AssertionError: The cache's own structure is broken.
+        """Checks the cache's own structure.
+
+        Raises:
+            AssertionError: The structure is broken.
         """
         ...
 
 
 class NoPrefixCache:
-    """Remembers nothing."""
+    """A :class:`PrefixCache` that caches nothing."""
 
     num_evicted = 0
 
@@ -126,7 +130,11 @@ class NoPrefixCache:
 
 
 def make_namespace(*parts: str) -> bytes:
-    """A digest that differs when any part does, or their number. Parts are what changes the keys and values of the same tokens, and who may share them."""
+    """The digest of a namespace, which differs if any part differs.
+
+    Args:
+        parts: Everything that changes the keys and values of the same tokens, or says who may share them.
+    """
     digest = hashlib.sha256(b"jaxserve prefix namespace 1")
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -135,7 +143,8 @@ def make_namespace(*parts: str) -> bytes:
 
 
 def is_worth_copying(num_tokens: int, page_size: int) -> bool:
-    """Whether so many tokens at the start of a page are worth a copy of it, against computing them: at least half of it, so that no prompt is copied for the
-    few tokens that all begin with.
+    """Whether it is better to copy a page for its first ``num_tokens`` tokens than to recompute them: if they are at least half of the page, but not all.
+
+    So no page is copied for the few tokens with which all prompts begin.
     """
     return 2 * num_tokens >= page_size > num_tokens > 0

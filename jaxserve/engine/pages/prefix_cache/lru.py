@@ -7,15 +7,17 @@ from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 LastUse = tuple[float, int, int]
-"""Time of use, a number that grows with each use, and minus the pages before this one: of those used at once, the end of a sequence goes first."""
+"""The time of use, a number that grows with each use, and minus the number of pages before this one, so that of pages used at once the last of a sequence
+is evicted first.
+"""
 
 
 class Evictable(Protocol):
-    """What stands in the order.
+    """The interface of items in the order of eviction.
 
     Attributes:
-        last_use: Only ever grows.
-        is_queued: Whether it has an entry in the order; the order's own.
+        last_use: Last use of the item; may only grow.
+        is_queued: Whether the item is in the order's heap. Only the order changes it.
     """
 
     last_use: LastUse
@@ -26,9 +28,9 @@ E = TypeVar("E", bound=Evictable)
 
 
 class EvictionOrder(Generic[E]):
-    """Items by last use. Using one costs nothing here: its old entry is corrected when it comes to the front.
+    """Items sorted by last use. Using an item costs nothing here: its place is corrected when it reaches the front.
 
-    Items that are held are parked beside it, so that taking one out costs the same however many those are.
+    Items that are held are kept apart (parked), so that ``pop`` costs the same however many there are.
     """
 
     def __init__(self) -> None:
@@ -38,21 +40,21 @@ class EvictionOrder(Generic[E]):
         self._uses = itertools.count()
 
     def use(self, time_s: float) -> LastUse:
-        """A use at this time, later than all others of the same time."""
+        """A new use at ``time_s``, which is later than all earlier uses at the same time."""
         return time_s, next(self._uses), 0
 
     def push(self, item: E) -> None:
-        """Adds an item, unless it is there."""
+        """Adds an item, unless it is in the order already."""
         if not item.is_queued:
             item.is_queued = True
             heappush(self._heap, (item.last_use, next(self._entries), item))
 
     def park(self, item: E, page_id: int) -> None:
-        """Adds an item as soon as nobody holds one of its pages, which is held now."""
+        """Keeps an item apart until ``unpark`` says that ``page_id``, one of its pages that is held now, is no longer held."""
         self._parked[page_id] = item
 
     def unpark(self, page_id: int) -> None:
-        """Told that nobody holds a page any more."""
+        """Adds the item that was parked with a page, if there is one, because nobody holds the page any more."""
         item = self._parked.pop(page_id, None)
         if item is not None:
             self.push(item)
@@ -61,7 +63,7 @@ class EvictionOrder(Generic[E]):
         return self._parked.get(page_id) is item
 
     def pop(self) -> E | None:
-        """Takes out the item used least recently; ``None`` when there is none."""
+        """Removes and returns the item used least recently; ``None`` if there is none."""
         while self._heap:
             last_use, _, item = heappop(self._heap)
             item.is_queued = False

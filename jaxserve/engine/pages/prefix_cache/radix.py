@@ -1,4 +1,4 @@
-"""A prefix cache as a radix tree: an edge for each run of pages that have no branch among them. Imports no jax."""
+"""A prefix cache as a radix tree. Each edge holds a run of pages without a branch. Imports no jax."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PageTokens = tuple[int, ...]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Node:
-    """The end of an edge.
+    """A node of the tree, with the edge that leads to it.
 
     Args:
-        parent: ``None`` for a root, and for a node that is no longer in the tree.
-        token_ids: Of the edge, whole pages.
-        page_ids: Of the edge; empty for a root alone.
-        children: By the tokens of their first page.
-        branches: The same tokens in ascending order: where a prompt parts from all of them within a page, its neighbours agree with it longest.
-        last_use: Not before that of any node below.
-        namespace: Of a root.
+        parent: The node above; ``None`` for a root and for a node that is no longer in the tree.
+        token_ids: Tokens of the edge, whole pages of them.
+        page_ids: Pages of the edge; empty only for a root.
+        children: The nodes below, by the tokens of their first page.
+        branches: The keys of ``children`` in ascending order. The neighbours of a prompt's next page in this order share the longest beginning with it.
+        last_use: Last use, which is not before that of any node below.
+        namespace: Namespace of a root; empty for other nodes.
         is_queued: See ``EvictionOrder``.
     """
 
@@ -39,12 +39,12 @@ class _Node:
 
 
 class RadixPrefixCache:
-    """See :class:`PrefixCache`. Finds any branch point, also within a page.
+    """A :class:`PrefixCache` that finds the longest cached prefix to the token, also if it ends within a page.
 
-    Whoever holds a cached page holds all cached pages before it, so idle pages are the ends of branches. Eviction takes them from the leaves.
+    A sequence that holds a cached page also holds all cached pages before it, so idle pages are at the ends of branches. Eviction takes them from the leaves.
 
     Args:
-        pool: Whose pages are cached.
+        pool: The pool whose pages are cached.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -154,12 +154,12 @@ class RadixPrefixCache:
             stack += node.children.values()
 
     def _child(self, node: _Node, token_ids: list[int], start: int, max_tokens: int) -> _Node | None:
-        """The child whose first page is the next one, if that is a whole one."""
+        """The child whose first page has the tokens that come next, if they are a whole page within ``max_tokens``; else ``None``."""
         end = start + self._pool.page_size
         return node.children.get(tuple(token_ids[start:end])) if end <= max_tokens else None
 
     def _common_pages(self, node: _Node, token_ids: list[int], start: int, max_tokens: int) -> int:
-        """How many pages of the node's edge are whole pages of ``token_ids[start:max_tokens]``. The first is known to be one."""
+        """Number of pages of the node's edge that are also the next whole pages of ``token_ids[start:max_tokens]``. The first page must be."""
         page_size = self._pool.page_size
         num_pages = min(len(node.page_ids), (max_tokens - start) // page_size)
         if node.token_ids[: num_pages * page_size] == token_ids[start : start + num_pages * page_size]:
@@ -171,23 +171,23 @@ class RadixPrefixCache:
         )
 
     def _with_copy(self, page_ids: list[int], candidates: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int]) -> Match:
-        """The match, with the candidate page that begins like ``wanted`` for longest, if that is worth a copy."""
+        """The match, including a copy of the candidate page that shares the longest beginning with ``wanted``, if that is worth it."""
         num_common, page_id = max(((_num_common(tokens, wanted), page_id) for page_id, tokens in candidates), default=(0, 0))
         if not is_worth_copying(num_common, self._pool.page_size):
             return Match(tuple(page_ids))
         return Match(tuple(page_ids), page_id, num_common)
 
     def _walk(self, path: CachePath, num_pages: int, last_use: LastUse, page_ids: Sequence[int] | None = None) -> tuple[_Node | None, int]:
-        """Follows the first pages of a sequence as far as they are cached, and notes the use of all nodes on the way.
+        """Follows a sequence's first pages through the tree as far as they are cached, and records the use of all nodes on the way.
 
         Args:
             path: The sequence.
-            num_pages: How far at most.
-            last_use: Of the nodes.
-            page_ids: If given, the pages must be these, or there is no result.
+            num_pages: Largest number of pages to follow.
+            last_use: The use to record.
+            page_ids: If given, the pages that must be cached for these tokens; if others are, there is no node.
 
         Returns:
-            The node at which they end, made by a split where that is within an edge, and the number of pages to there.
+            The node at which the pages end, made by a split if that is within an edge, or ``None``; and the number of pages up to there.
         """
         page_size = self._pool.page_size
         node = self._roots.get(path.namespace)
@@ -206,7 +206,7 @@ class RadixPrefixCache:
         return node, done
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
-        """Puts a node after the first ``num_pages`` pages of an edge and returns it. The old node keeps the rest."""
+        """Inserts a node after the first ``num_pages`` pages of an edge and returns it. The old node keeps the rest."""
         parent, num_tokens = node.parent, num_pages * self._pool.page_size
         assert parent is not None
         upper = _Node(parent, node.token_ids[:num_tokens], node.page_ids[:num_pages], node.last_use)
@@ -222,7 +222,7 @@ class RadixPrefixCache:
         bisect.insort(parent.branches, key)
 
     def _remove(self, node: _Node) -> None:
-        """Takes a leaf without pages away; its parent may be a leaf now."""
+        """Removes a leaf without pages. Its parent may become a leaf by that."""
         parent = node.parent
         assert parent is not None
         key = tuple(node.token_ids[: self._pool.page_size])
