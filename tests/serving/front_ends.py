@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jaxserve.errors import EngineError
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2_grpc as pb_grpc
 from jaxserve.serving.launch import serve
 from jaxserve.tokenizer import Tokenizer
-from tests.engine_host.fakes import EOS, LONG_POSITION, SPECIAL, FakeRunner, fake_spec, plain_run
+from tests.engine_host.fakes import EOS, LONG_POSITION, SPECIAL, FakeRunner, SlowRunner, fake_spec, plain_run
 from tests.serving.servers import http_client
 from tests.waiting import LIMIT_S, until
 
@@ -67,7 +68,9 @@ def config_of(
 
 
 def engine_of(runner: FakeRunner, config: Config, max_position: int) -> Engine:
-    return Engine(runner, byte_tokenizer(), fake_spec(max_position), config, model_name="fake", seed=0, overlap=bool(config.engine.overlap))
+    clock = runner.clock if isinstance(runner, SlowRunner) else time.monotonic
+    overlap = bool(config.engine.overlap)
+    return Engine(runner, byte_tokenizer(), fake_spec(max_position), config, model_name="fake", seed=0, overlap=overlap, clock=clock)
 
 
 def free_port() -> int:
