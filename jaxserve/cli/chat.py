@@ -132,12 +132,14 @@ class Conversation:
         request = self._engine.make_request(prompt, resolve_sampling(self._fields, self._engine.sampling_defaults))
         self._engine.add(request)
         answer: list[str] = []
-        while self._engine.has_work:
+        is_over = False
+        while not is_over:
             if is_interrupted():
                 last = self._engine.abort(request.request_id)
-                outputs = [last] if last else []
+                outputs, is_over = [last] if last else [], True
             else:
                 outputs = self._engine.step()
+                is_over = not self._engine.has_work
             for output in outputs:
                 if output.error is not None:
                     raise EngineError(output.error.message)

@@ -22,7 +22,7 @@ from jaxserve.cli import main
 from jaxserve.cli.chat import Conversation, interrupts
 from jaxserve.cli.options import split_words
 from jaxserve.config import Config
-from jaxserve.errors import CheckpointError, EngineError, InvalidRequestError
+from jaxserve.errors import CheckpointError, EngineError, InvalidRequestError, to_data
 from jaxserve.request import Request, RequestOutput, SamplingParams, Usage
 from tests.waiting import LIMIT_S
 
@@ -273,7 +273,8 @@ class FakeEngine:
     @staticmethod
     def _output(text: str, reason: Any) -> RequestOutput:
         usage = Usage(prompt_tokens=1, completion_tokens=1)
-        return RequestOutput(request_id="r", token_ids=(), text=text, finish_reason=reason, stop_reason=None, usage=usage)
+        error = to_data(EngineError("it failed")) if reason == "error" else None
+        return RequestOutput(request_id="r", token_ids=(), text=text, finish_reason=reason, stop_reason=None, usage=usage, error=error)
 
 
 def test_conversation_remembers_and_clears() -> None:
@@ -307,7 +308,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
 def test_conversation_reports_what_cannot_go_on() -> None:
     with pytest.raises(InvalidRequestError, match="fake has no chat template"):
         Conversation(FakeEngine("a", chat_template=None), {})  # type: ignore[arg-type]
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="it failed"):
         list(Conversation(FakeEngine("a !"), {}).reply("x"))  # type: ignore[arg-type]
 
 

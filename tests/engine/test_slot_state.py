@@ -49,7 +49,7 @@ def check(engine: Engine, grown: set[str]) -> int:
     num_running = 0
     for rank in engine._scheduler.ranks:
         for sequence in rank.running:
-            place, known = (rank.index, sequence.slot), sequence.num_computed_tokens
+            place, known = (rank.index, sequence.slot), sequence.num_scheduled_tokens
             want = np.bincount(sequence.token_ids[:known], minlength=VOCAB) + BASE
             np.testing.assert_array_equal(carry.states["counts"][place], want)
             assert carry.states["positions"][place] == known * (known - 1) / 2

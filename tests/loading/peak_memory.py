@@ -53,7 +53,7 @@ def main() -> None:
     jnp.zeros(8).block_until_ready()
     checkpoint = open_checkpoint(ModelConfig(source=args.source))
     layout = make_layout(MeshShape(**parse_mesh(args.mesh)), ShardingConfig())
-    spec = fit_kv_heads(checkpoint.spec, layout.shape, layout.rules, replicate=True)
+    spec = fit_kv_heads(checkpoint.spec, layout.rules, replicate=True)
     watch = PeakWatch()
     params = checkpoint.load_params(build_model(spec, dtype="bfloat16", layers=args.layers), layout=layout)
     peak = watch.stop()

@@ -41,8 +41,8 @@ SPECS = {name: spec_from_config(config) for name, config in CONFIGS.items()}
 
 
 def model_on(spec: ModelSpec, layout: Layout, layers: LayersForm = "scan", dtype: str = "float32") -> Model:
-    fitted = fit_kv_heads(spec, layout.shape, layout.rules, replicate=True)
-    check_layout(fitted, layout.shape, layout.rules)
+    fitted = fit_kv_heads(spec, layout.rules, replicate=True)
+    check_layout(fitted, layout.rules)
     return build_model(fitted, dtype=dtype, layers=layers)
 
 

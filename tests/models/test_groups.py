@@ -74,7 +74,7 @@ def reference(spec: ModelSpec, tensors: dict[str, np.ndarray], ids: np.ndarray) 
 @pytest.mark.parametrize("name", SPECS)
 def test_grouped_layers_compute_what_a_plain_loop_does(name: str, form: LayersForm, mesh: MeshShape) -> None:
     spec, layout = SPECS[name], make_layout(mesh, ShardingConfig())
-    model = build_model(spec, dtype="float32", layers=form, is_split=layout.splits_parameters)
+    model = build_model(spec, dtype="float32", layers=form, is_split=layout.rules.splits_anything)
     tensors = checkpoint(spec)
     params = jax.device_put(params_from(model, tensors), param_shardings(spec, form, layout))
     ids = token_ids(spec, 20)

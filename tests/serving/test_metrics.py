@@ -19,6 +19,7 @@ from jaxserve.config import Config, SchedulerConfig, ServerConfig
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.observation.meter import Histogram, Meter
+from jaxserve.engine.scheduling.schedule import SequenceResult
 from jaxserve.engine.scheduling.sequence import Sequence
 from jaxserve.request import Request, SamplingParams
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
@@ -247,6 +248,9 @@ def test_a_histogram_puts_a_value_into_the_bucket_that_it_does_not_pass() -> Non
     assert snapshot.counts == (3, 1, 3) and snapshot.total == 0.5 + 2.0 + 1.5 + 7.5 and snapshot.num_values == 7
 
 
+ONE = SequenceResult([7])
+
+
 def test_times_between_tokens_are_each_request_s_own() -> None:
     """Two in every step, one of which misses one; another begins meanwhile."""
 
@@ -257,10 +261,10 @@ def test_times_between_tokens_are_each_request_s_own() -> None:
         return new
 
     meter, steady, patient, late = Meter(), sequence(0.0), sequence(0.5), sequence(2.0)
-    meter.tokens([steady, patient], 1.0)
-    meter.tokens([steady], 1.75)
-    meter.tokens([steady, patient, late], 4.0)
-    meter.tokens([steady, patient, late], 4.5)
+    meter.tokens([(each, ONE) for each in (steady, patient)], 1.0)
+    meter.tokens([(each, ONE) for each in (steady,)], 1.75)
+    meter.tokens([(each, ONE) for each in (steady, patient, late)], 4.0)
+    meter.tokens([(each, ONE) for each in (steady, patient, late)], 4.5)
     snapshot = meter.snapshot()
     assert snapshot.first_token_s.num_values == snapshot.queue_s.num_values == 3 and snapshot.first_token_s.total == 1.0 + 0.5 + 2.0
     assert snapshot.inter_token_s.num_values == 6 and snapshot.inter_token_s.total == 0.75 + 2.25 + 3.0 + 3 * 0.5
