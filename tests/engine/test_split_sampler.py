@@ -44,7 +44,7 @@ def split_sample(parts: int, **options):
     return jax.jit(layout.map_devices(sample_part, (PartitionSpec(None, MODEL), REPLICATED), REPLICATED))
 
 
-@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_split_vocabulary_gives_the_tokens_of_the_whole(parts: int) -> None:
     vocab_size, num_rows = 1600, 512
     whole, split = jax.jit(sample), split_sample(parts)
