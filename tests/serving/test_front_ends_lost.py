@@ -28,7 +28,7 @@ def test_a_front_end_that_is_killed_harms_nobody_else(caplog: pytest.LogCaptureF
     """Its requests end and are reported, the other's tokens are what they would have been, and another takes its place."""
 
     async def body() -> None:
-        async with front_ends(long_runner()) as served:
+        async with front_ends(long_runner(), engine=EngineConfig(overlap=True)) as served:
             lost, kept = served.clients
             async with streaming(lost, "lost", max_tokens=LONG) as dying, streaming(kept, "kept", max_tokens=3000, seed=1) as living:
                 (request_id,) = {(await anext(dying))["id"]}
@@ -54,7 +54,7 @@ def test_a_front_end_that_is_killed_harms_nobody_else(caplog: pytest.LogCaptureF
 def test_an_engine_that_dies_ends_the_streams_of_every_front_end_and_the_server() -> None:
     async def body() -> None:
         runner = long_runner()
-        async with front_ends(runner) as served:
+        async with front_ends(runner, engine=EngineConfig(overlap=True)) as served:
             async with streaming(served.clients[0], "a", max_tokens=LONG) as first, streaming(served.clients[1], "b", max_tokens=LONG) as second:
                 streams = [[await anext(first)], [await anext(second)]]
                 runner.errors = [EngineDeadError("the device is gone")]

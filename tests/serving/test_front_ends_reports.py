@@ -96,7 +96,7 @@ class Bench:
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         async def body() -> None:
             self.sent.clear()
-            await self.served.reconnect()  # a connection that was idle for some seconds is closed, and the next may go to the other front end
+            await self.served.reconnect()  # one that a test has left, or that was idle for long, is closed, and the next may go to the other front end
             try:
                 await asyncio.wait_for(coroutine, 2 * LIMIT_S)
                 await self.served.all_free()
