@@ -125,7 +125,8 @@ class Served:
 
     async def connect_http(self, **options: Any) -> tuple[int, httpx.AsyncClient]:
         """A client with one connection, and the front end that has it."""
-        client = http_client(self.port, limits=httpx.Limits(max_connections=1), headers=HEADERS, **options)
+        limits = httpx.Limits(max_connections=1, keepalive_expiry=None)  # else the next connection, which may be anybody's, comes after 5 idle seconds
+        client = http_client(self.port, limits=limits, headers=HEADERS, **options)
         before = _connections(self.port)
         response = await client.get("/version")
         assert response.status_code == 200

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jaxserve.cli.scrape import parse_page
-from jaxserve.config import TenantsConfig
+from jaxserve.config import EngineConfig, TenantsConfig
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
 from tests.engine_host.fakes import LONG, long_runner
 from tests.serving.front_ends import HEADERS, alone, complete, end, rest_of, start, streaming, text_in
@@ -27,7 +27,7 @@ class Bench:
         self.loop = loop
         self.runner = long_runner()
         tenants = TenantsConfig(keys=("small=small-key", "big=big-key"), limits=("small.max_requests=2",))
-        self.served = loop.run(start(self.runner, tenants=tenants, server={"admin_keys": ("root",)}))
+        self.served = loop.run(start(self.runner, tenants=tenants, engine=EngineConfig(overlap=True), server={"admin_keys": ("root",)}))
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         async def body() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,12 +14,14 @@ import textwrap
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDeadError, EngineError
 from tests.engine_host.fakes import LONG, SlowRunner, long_runner
-from tests.serving.front_ends import alone, complete, front_end_pids, front_ends, rest_of, run, start, streaming, text_in
+from tests.serving.front_ends import alone, complete, free_port, front_end_pids, front_ends, rest_of, run, start, streaming, text_in
+from tests.serving.servers import http_client
 from tests.waiting import LIMIT_S, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,7 +31,7 @@ def test_a_front_end_that_is_killed_harms_nobody_else(caplog: pytest.LogCaptureF
     """Its requests end and are reported, the other's tokens are what they would have been, and another takes its place."""
 
     async def body() -> None:
-        async with front_ends(long_runner()) as served:
+        async with front_ends(long_runner(), engine=EngineConfig(overlap=True)) as served:
             lost, kept = served.clients
             async with streaming(lost, "lost", max_tokens=LONG) as dying, streaming(kept, "kept", max_tokens=3000, seed=1) as living:
                 (request_id,) = {(await anext(dying))["id"]}
@@ -54,7 +57,7 @@ def test_a_front_end_that_is_killed_harms_nobody_else(caplog: pytest.LogCaptureF
 def test_an_engine_that_dies_ends_the_streams_of_every_front_end_and_the_server() -> None:
     async def body() -> None:
         runner = long_runner()
-        async with front_ends(runner) as served:
+        async with front_ends(runner, engine=EngineConfig(overlap=True)) as served:
             async with streaming(served.clients[0], "a", max_tokens=LONG) as first, streaming(served.clients[1], "b", max_tokens=LONG) as second:
                 streams = [[await anext(first)], [await anext(second)]]
                 runner.errors = [EngineDeadError("the device is gone")]
@@ -100,6 +103,81 @@ def test_a_server_whose_engine_has_died_exits_with_an_error() -> None:
     assert ended.returncode == 1, ended.stderr
     assert "503" in ended.stdout and "engine_dead" in ended.stdout and "the device is gone" in ended.stdout
     assert "error: the engine has stopped" in ended.stderr
+
+
+def test_a_stuck_step_is_told_through_every_front_end() -> None:
+    """vllm#45414: who waits gets an error, health does not stay good, and the server ends."""
+
+    async def body() -> None:
+        runner = long_runner()
+        runner.hold()
+        async with front_ends(runner, engine=EngineConfig(overlap=True, watchdog_s=1.0)) as served:  # only the step that is held can take so long
+            try:
+                body = {"prompt": "hi", "max_tokens": 5}
+                asking = [client.post("/v1/completions", json=body | {"stream": index == 0}) for index, client in enumerate(served.clients)]
+                for answer in await asyncio.gather(*asking):
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+                    assert "a step took more than 1 s" in answer.json()["error"]["message"]
+            finally:
+                runner.release()
+
+            async def is_healthy() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    async with http_client(served.port) as client:
+                        return (await client.get("/health")).status_code == 200
+                return False
+
+            assert not await is_healthy()
+            with pytest.raises(EngineDeadError, match="a step took more than 1 s"):
+                await served.task
+
+    run(body())
+
+
+def test_the_engine_s_process_is_killed() -> None:
+    """text-generation-inference#2593: streams end with an error, no front end outlives it, and the port is free for the next server."""
+    program = textwrap.dedent("""
+        import asyncio, sys
+        from jaxserve.config import EngineConfig
+        from jaxserve.engine.async_engine import AsyncEngine
+        from jaxserve.serving import launch
+        from tests.engine_host.fakes import LONG_POSITION, long_runner
+        from tests.serving.front_ends import config_of, engine_of
+
+        runner = long_runner()
+        config = config_of(runner, server={"port": int(sys.argv[1]), "grpc_port": None}, engine=EngineConfig(overlap=True))
+        asyncio.run(launch.serve(config, AsyncEngine(lambda: engine_of(runner, config, LONG_POSITION))))
+    """)
+    port = free_port()
+
+    async def body() -> None:
+        process = subprocess.Popen([sys.executable, "-c", program, str(port)], cwd=REPOSITORY)
+        try:
+            async with http_client(port) as client:
+
+                async def is_ready() -> bool:
+                    assert process.poll() is None
+                    with contextlib.suppress(httpx.TransportError):
+                        return (await client.get("/ready")).status_code == 200
+                    return False
+
+                await until(is_ready)
+                await until(lambda: len(psutil.Process(process.pid).children()) == 2)
+                front_end_processes = psutil.Process(process.pid).children()
+                async with streaming(client, "lost", max_tokens=LONG) as stream:
+                    events = [await anext(stream)]
+                    process.kill()
+                    events += await rest_of(stream)
+                assert events[-1]["error"]["code"] == "engine_dead"
+        finally:
+            process.kill()
+            process.wait()
+        for each in front_end_processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                await until(lambda each=each: each.status() == psutil.STATUS_ZOMBIE)  # where nobody collects orphans
+        socket.create_server(("127.0.0.1", port)).close()
+
+    run(body())
 
 
 def test_a_slow_reader_is_paused_and_others_go_on() -> None:

@@ -1,6 +1,6 @@
 """What users of other servers reported of aborts, hangs and streams, held against two front ends and an engine whose steps overlap.
 
-The docstrings name the reports.
+The docstrings name the reports. Those for which a server has to end are in ``test_front_ends_lost.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +26,9 @@ from jaxserve.cli.scrape import parse_page
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.engine.clients.commands import Abort, Add, Command, Leave
 from jaxserve.engine.scheduling.schedule import Schedule, SequenceResult
-from jaxserve.errors import EngineDeadError
 from jaxserve.serving.grpc_api import jaxserve_v1_pb2 as pb
-from tests.engine_host.fakes import EOS, LONG, SPECIAL, FakeStep, SlowRunner, long_runner, weighted_sum
-from tests.serving.front_ends import Served, alone, complete, end, free_port, front_ends, rest_of, run, start, streaming, text_in
+from tests.engine_host.fakes import EOS, SPECIAL, FakeStep, SlowRunner, weighted_sum
+from tests.serving.front_ends import Served, alone, complete, end, rest_of, start, streaming, text_in
 from tests.serving.servers import http_client
 from tests.waiting import LIMIT_S, until
 
@@ -96,7 +92,7 @@ class Bench:
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         async def body() -> None:
             self.sent.clear()
-            await self.served.reconnect()  # a connection that was idle for some seconds is closed, and the next may go to the other front end
+            await self.served.reconnect()  # one that a test has left, or that was idle for long, is closed, and the next may go to the other front end
             try:
                 await asyncio.wait_for(coroutine, 2 * LIMIT_S)
                 await self.served.all_free()
@@ -417,77 +413,6 @@ class TestHangs:
             bench.check_books()
 
         bench.run(body())
-
-    def test_a_stuck_step_is_told_through_every_front_end(self) -> None:
-        """vllm#45414: who waits gets an error, health does not stay good, and the server ends."""
-
-        async def body() -> None:
-            runner = long_runner()
-            runner.hold()
-            async with front_ends(runner, engine=EngineConfig(overlap=True, watchdog_s=1.0)) as served:  # only the step that is held can take so long
-                try:
-                    body = {"prompt": "hi", "max_tokens": 5}
-                    asking = [client.post("/v1/completions", json=body | {"stream": index == 0}) for index, client in enumerate(served.clients)]
-                    for answer in await asyncio.gather(*asking):
-                        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-                        assert "a step took more than 1 s" in answer.json()["error"]["message"]
-                finally:
-                    runner.release()
-
-                async def is_healthy() -> bool:
-                    with contextlib.suppress(httpx.TransportError):
-                        async with http_client(served.port) as client:
-                            return (await client.get("/health")).status_code == 200
-                    return False
-
-                assert not await is_healthy()
-                with pytest.raises(EngineDeadError, match="a step took more than 1 s"):
-                    await served.task
-
-        run(body())
-
-    def test_the_engine_s_process_is_killed(self) -> None:
-        """text-generation-inference#2593: streams end with an error, no front end outlives it, and the port is free for the next server."""
-        program = textwrap.dedent("""
-            import asyncio, sys
-            from jaxserve.config import EngineConfig
-            from jaxserve.engine.async_engine import AsyncEngine
-            from jaxserve.serving import launch
-            from tests.engine_host.fakes import LONG_POSITION, long_runner
-            from tests.serving.front_ends import config_of, engine_of
-
-            runner = long_runner()
-            config = config_of(runner, server={"port": int(sys.argv[1]), "grpc_port": None}, engine=EngineConfig(overlap=True))
-            asyncio.run(launch.serve(config, AsyncEngine(lambda: engine_of(runner, config, LONG_POSITION))))
-        """)
-        port = free_port()
-
-        async def body() -> None:
-            process = subprocess.Popen([sys.executable, "-c", program, str(port)], cwd=REPOSITORY)
-            try:
-                async with http_client(port) as client:
-
-                    async def is_ready() -> bool:
-                        assert process.poll() is None
-                        with contextlib.suppress(httpx.TransportError):
-                            return (await client.get("/ready")).status_code == 200
-                        return False
-
-                    await until(is_ready)
-                    front_end_processes = psutil.Process(process.pid).children()
-                    assert len(front_end_processes) == 2
-                    async with streaming(client, "lost", max_tokens=LONG) as stream:
-                        events = [await anext(stream)]
-                        process.kill()
-                        events += await rest_of(stream)
-                    assert events[-1]["error"]["code"] == "engine_dead"
-            finally:
-                process.kill()
-                process.wait()
-            await until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in front_end_processes))
-            socket.create_server(("127.0.0.1", port)).close()
-
-        run(body())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
@@ -50,6 +51,19 @@ def test_stream_equals_decode_for_any_ids(kind: str, skip: bool) -> None:
     for _ in range(300):
         ids = [rng.randrange(tokenizer.vocab_size + 5) for _ in range(rng.randrange(30))]
         assert stream(tokenizer, ids, rng, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_that_was_sent_to_another_process_streams_the_same(kind: str) -> None:
+    """vllm#984, where a front end in a process of its own makes the text."""
+    tokenizer = KINDS[kind]()
+    data = tokenizer.to_data()
+    sent = Tokenizer.of(msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=type(data)))
+    rng = random.Random(4)
+    for _ in range(100):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))]
+        for skip in (True, False):
+            assert stream(sent, ids, rng, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "sentencepiece with a space in front"])
