@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from jaxserve import __version__
-from jaxserve.cli.bench import bench
+from jaxserve.cli.bench.group import bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.compile import compile_programs
 from jaxserve.cli.convert import convert_model

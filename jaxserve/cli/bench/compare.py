@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxserve.cli import bench_options as options
+from jaxserve.cli.bench import options
 from jaxserve.cli.output import tables_console
 from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging

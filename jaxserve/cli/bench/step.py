@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxserve.cli import bench_options
+from jaxserve.cli.bench import options
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.cli.output import tables_console
 from jaxserve.cli.progress import progress_bars
@@ -30,7 +30,7 @@ def step(
     ] = None,
     context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens that each decoding sequence attends to.", rich_help_panel=_STEPS)] = 200,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of each kind that count.", rich_help_panel=_STEPS)] = 20,
-    json_file: bench_options.JsonFile = None,
+    json_file: options.JsonFile = None,
     config: ConfigFiles = None,
     platform: PlatformOption = None,
     mesh: MeshOption = None,
@@ -47,8 +47,8 @@ def step(
 
         jaxserve bench step gemma3-270m --batch 1,8 --prefill 128,512 --mixed 31+128 --json step.json
     """
-    bench_options.check_outputs(json_file)
-    batches, prompts = bench_options.whole_numbers(batch, "--batch"), bench_options.whole_numbers(prefill, "--prefill")
+    options.check_outputs(json_file)
+    batches, prompts = options.whole_numbers(batch, "--batch"), options.whole_numbers(prefill, "--prefill")
     both = _pairs(mixed)
     if not (batches or prompts or both):
         batches = [1, 8, 32]
@@ -67,9 +67,9 @@ def step(
 
     with progress_bars() as progress:
         found = measure_steps(resolved, list(shapes_of(batches, prompts, both)), context=context, repeats=repeats, progress=progress)
-    bench_options.all_of(lambda: step_report.print_report(found, tables_console()), lambda: bench_options.write_json(json_file, step_report.to_json(found)))
+    options.all_of(lambda: step_report.print_report(found, tables_console()), lambda: options.write_json(json_file, step_report.to_json(found)))
     if found.interrupted:
-        raise typer.Exit(bench_options.INTERRUPTED_STATUS)
+        raise typer.Exit(options.INTERRUPTED_STATUS)
 
 
 def _pairs(text: str | None) -> list[tuple[int, int]]:

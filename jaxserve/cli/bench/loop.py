@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import bench_options
-from jaxserve.cli.bench_engine import open_engine
+from jaxserve.cli.bench import options
+from jaxserve.cli.bench.engine import open_engine
 from jaxserve.cli.options import ConfigFiles, Debug, Words, resolve_config
 from jaxserve.cli.output import tables_console
 from jaxserve.platform import choose_platform
@@ -21,7 +21,7 @@ def loop(
     steps: Annotated[int, typer.Option(min=10, metavar="N", help="Steps of each run.")] = 300,
     waiting: Annotated[int, typer.Option(min=0, metavar="N", help="Measure also with as many requests that wait in the queue.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each kind, in turn.")] = 5,
-    json_file: bench_options.JsonFile = None,
+    json_file: options.JsonFile = None,
     config: ConfigFiles = None,
     debug: Debug = False,
 ) -> None:
@@ -35,8 +35,8 @@ def loop(
 
         jaxserve bench loop smollm2-135m --real --streams 1,8,32 --steps 50
     """
-    bench_options.check_outputs(json_file)
-    counts = bench_options.whole_numbers(streams, "--streams")
+    options.check_outputs(json_file)
+    counts = options.whole_numbers(streams, "--streams")
     resolved = resolve_config(words, config, debug=debug, defaults={"scheduler.max_queued_requests": None, "engine.warmup": False})
     choose_platform(resolved.platform if real else "cpu")
 
@@ -54,6 +54,6 @@ def loop(
         measured.run(overlap=overlap, num_streams=count, num_steps=steps, num_waiting=num_waiting)
         for _ in range(repeats) for count in counts for num_waiting in ((0,) if real else dict.fromkeys((0, waiting))) for overlap in (False, True)
     ]  # fmt: skip
-    bench_options.all_of(
-        lambda: print_loop(runs, tables_console(), device=device), lambda: bench_options.write_json(json_file, to_json(runs, device=device))
+    options.all_of(
+        lambda: print_loop(runs, tables_console(), device=device), lambda: options.write_json(json_file, to_json(runs, device=device))
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import bench_options
+from jaxserve.cli.bench import options
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.cli.output import tables_console
 
@@ -14,7 +14,7 @@ from jaxserve.cli.output import tables_console
 def startup(
     words: Words = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Starts of each kind.")] = 3,
-    json_file: bench_options.JsonFile = None,
+    json_file: options.JsonFile = None,
     config: ConfigFiles = None,
     platform: PlatformOption = None,
     mesh: MeshOption = None,
@@ -31,12 +31,12 @@ def startup(
 
         jaxserve bench startup gemma3-270m --repeats 1 --json startup.json
     """
-    bench_options.check_outputs(json_file)
+    options.check_outputs(json_file)
     resolved = resolve_config(words, config, platform=platform, mesh=mesh, compiled=compiled, debug=debug)
 
     from jaxserve.bench.local.startup import measure_startup, print_startup, to_json
 
     found = measure_startup(resolved, repeats=repeats)
-    bench_options.all_of(lambda: print_startup(found, tables_console()), lambda: bench_options.write_json(json_file, to_json(found)))
+    options.all_of(lambda: print_startup(found, tables_console()), lambda: options.write_json(json_file, to_json(found)))
     if found.interrupted:
-        raise typer.Exit(bench_options.INTERRUPTED_STATUS)
+        raise typer.Exit(options.INTERRUPTED_STATUS)

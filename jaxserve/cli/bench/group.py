@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from jaxserve.cli.bench_compare import compare
-from jaxserve.cli.bench_loop import loop
-from jaxserve.cli.bench_offline import latency, throughput
-from jaxserve.cli.bench_serve import serve
-from jaxserve.cli.bench_startup import startup
-from jaxserve.cli.bench_step import step
+from jaxserve.cli.bench.compare import compare
+from jaxserve.cli.bench.loop import loop
+from jaxserve.cli.bench.offline import latency, throughput
+from jaxserve.cli.bench.serve import serve
+from jaxserve.cli.bench.startup import startup
+from jaxserve.cli.bench.step import step
 
 bench = typer.Typer(help="Benchmark servers and the engine.", no_args_is_help=True, rich_markup_mode="rich")
 

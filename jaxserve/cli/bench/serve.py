@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxserve.cli import bench_options as options
+from jaxserve.cli.bench import options
 from jaxserve.cli.output import tables_console
 from jaxserve.errors import ConfigError
 from jaxserve.log import set_up_logging

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxserve.cli import bench_options as options
-from jaxserve.cli.bench_engine import open_engine
+from jaxserve.cli.bench import options
+from jaxserve.cli.bench.engine import open_engine
 from jaxserve.cli.options import CompiledOption, ConfigFiles, Debug, MeshOption, PlatformOption, Words, resolve_config
 from jaxserve.cli.output import tables_console
 from jaxserve.config import SchedulerConfig
