@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -303,6 +304,36 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
     assert [message["content"] for message in engine.seen[-1]] == ["one", "a.", "two"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_ends_the_answer_though_a_step_is_under_way() -> None:
+    """With overlap an engine has work left after the abort: a step whose tokens nobody wants."""
+
+    class Overlapping(FakeEngine):
+        num_under_way = 0
+
+        @property
+        def has_work(self) -> bool:
+            return bool(self._pending) or self.num_under_way > 0
+
+        def abort(self, request_id: str) -> RequestOutput:
+            self.num_under_way = 1
+            return super().abort(request_id)
+
+        def step(self) -> list[RequestOutput]:
+            if self.num_under_way:
+                self.num_under_way = 0
+                return []
+            return super().step()
+
+    engine: Any = Overlapping("a b c d")
+    conversation = Conversation(engine, {})
+    pieces = conversation.reply("one", lambda: len(seen) > 0)
+    seen: list[str] = []
+    seen.extend(itertools.islice(pieces, 1))
+    seen.extend(itertools.islice(pieces, 5))
+    assert seen == ["a", "."] and engine.aborted == ["r"]
+    assert list(conversation.reply("two")) == ["a", "b", "c", "d"]
 
 
 def test_conversation_reports_what_cannot_go_on() -> None:
