@@ -152,8 +152,7 @@ class TextMaker:
 
         Returns:
             The text that need not be held back; the stop string that has ended the generation, after which nothing may be pushed, or ``None``; and the number
-            of
-            tokens up to that end.
+            of tokens up to that end.
         """
         if self._matcher is None:
             return self._detokenizer.push(token_ids), None, len(token_ids)

@@ -65,8 +65,7 @@ class Filter:
     Args:
         name: Field of the row schema; a row needs the filter if its value is not the default.
         search: Function ``search(weights, params, total)`` that returns each row's threshold, 0 for a row whose filter is off. ``weights`` are those left by
-            the
-            earlier filters; ``total`` adds up a number of each row over all parts of the vocabulary.
+            the earlier filters; ``total`` adds up a number of each row over all parts of the vocabulary.
     """
 
     name: str

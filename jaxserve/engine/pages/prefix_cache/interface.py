@@ -75,8 +75,7 @@ class PrefixCache(Protocol):
             page_ids: The first pages that it holds and has filled, in order of position.
             now_s: The time.
             release: Whether the sequence releases all its pages right after this call. If it does not, and one of its pages is cached in another sequence's
-                copy, the
-                pages from there on are not cached: they would be held while cached pages before them are not, which would keep those from being evicted.
+                copy, the pages from there on are not cached: they would be held while cached pages before them are not, and these could not be evicted.
             keep_until_s: Time of use to record instead of now, if it is later. The pages then outlast all that are not used after that time.
         """
         ...
