@@ -225,6 +225,31 @@ class TestEnds:
         engine.on_idle()
 
 
+class TestPause:
+    @pytest.mark.parametrize("before_first", [False, True])
+    def test_a_token_in_flight_counts_and_the_time_behind_it_does_not(self, before_first: bool) -> None:
+        """A request is paused while its second, or its first, token is on the device."""
+        now_s = 100.0
+        engine = fake_engine(overlap=True, clock=lambda: now_s)
+        request_id = add(engine, [1], max_tokens=5)
+        engine.step()
+        if not before_first:
+            now_s += 1.0
+            engine.step()
+        engine.pause(request_id)
+        now_s += 1.0
+        assert [len(output.token_ids) for output in engine.step()] == [1], "it comes, and nothing after it"
+        now_s += 60.0
+        engine.resume(request_id)
+        outputs: list[RequestOutput] = []
+        while engine.has_work:
+            outputs += engine.step()
+            now_s += 1.0
+        measured, last = engine.measurements(), outputs[-1]
+        assert measured.inter_token_s.total == measured.inter_token_s.num_values == 3 and last.usage.completion_tokens == 5
+        assert last.times is not None and last.times.num_gaps == 1 and last.times.per_token_s(5) == 1.0
+
+
 class Failing(FakeRunner):
     """Fails in the fetch of chosen steps; what was dispatched behind them cannot be had either."""
 

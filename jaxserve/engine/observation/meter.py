@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from jaxserve.engine.scheduling.schedule import PendingStep, Schedule, SequenceResult
-from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.engine.scheduling.sequence import Sequence, SequenceStatus
 from jaxserve.request import FinishReason, RequestTimes
 
 TOKEN_BOUNDS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -134,9 +134,10 @@ class Meter:
             if last_s == previous_s and num_tokens == 1:
                 num_steady += 1
             elif last_s is None:
-                self._token_after_none(sequence, now_s)
-                if num_tokens > 1:
-                    self._inter_token_s.observe(0.0, num_tokens - 1)
+                self._tokens_after_none(sequence, now_s, num_tokens)
+                if sequence.status is SequenceStatus.PAUSED:
+                    sequence.paused_token_s = now_s
+                    continue
             else:
                 self._inter_token_s.observe((now_s - last_s) / num_tokens, num_tokens)
             sequence.last_token_s = now_s
@@ -207,11 +208,17 @@ class Meter:
             bucket_tokens=self._bucket_tokens.snapshot(),
         )
 
-    def _token_after_none(self, sequence: Sequence, now_s: float) -> None:
-        """Records a sequence's first token, or its first token after a pause."""
-        if sequence.paused_token_s is not None:
+    def _tokens_after_none(self, sequence: Sequence, now_s: float, num_tokens: int) -> None:
+        """Records a sequence's first tokens, its first after a pause, or those that were in flight when it was paused: these do belong to the time before."""
+        paused_s = sequence.paused_token_s
+        if paused_s is not None and sequence.status is SequenceStatus.PAUSED:
+            self._inter_token_s.observe((now_s - paused_s) / num_tokens, num_tokens)
+            return
+        if num_tokens > 1:
+            self._inter_token_s.observe(0.0, num_tokens - 1)
+        if paused_s is not None:
             sequence.num_gaps += 1
-            sequence.gaps_s += now_s - sequence.paused_token_s
+            sequence.gaps_s += now_s - paused_s
             return
         arrival_s, scheduled_s = sequence.request.arrival_s, sequence.scheduled_s
         assert scheduled_s is not None
