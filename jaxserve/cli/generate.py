@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from jaxserve.cli.options import (
@@ -97,7 +97,7 @@ def to_json(completion: Completion) -> str:
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        "usage": {**dataclasses.asdict(completion.usage), "total_tokens": completion.usage.total_tokens},
+        "usage": {**msgspec.structs.asdict(completion.usage), "total_tokens": completion.usage.total_tokens},
     }
     if completion.error is not None:
         fields["error"] = completion.error

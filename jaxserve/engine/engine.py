@@ -9,6 +9,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ from jaxserve.errors import (
 )
 from jaxserve.models.context_length import check_context_length
 from jaxserve.models.spec import ModelSpec
-from jaxserve.request import Request, RequestOptions, RequestOutput, SamplingParams, Usage
+from jaxserve.request import Request, RequestOptions, RequestOutput, RequestTimes, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -317,9 +318,9 @@ class Engine:
             return None
         self._idle_until_s = 0.0
         try:
-            return self._emit(generation.sequence, (), generation.processor.finish("abort"))
+            return self._end(generation.sequence, (), generation.processor.finish("abort"))
         except Exception as error:  # whatever it is, it is this request's alone
-            return self._emit_error(generation.sequence, error)
+            return self._end_with_error(generation.sequence, error)
 
     def stop(self, request_id: str, num_tokens: int) -> RequestOutput | None:
         """Ends a request after its first ``num_tokens`` generated tokens, with finish reason "stop".
@@ -335,7 +336,7 @@ class Engine:
             return None
         self._idle_until_s = 0.0
         self._scheduler.truncate(generation.sequence, num_tokens)
-        return self._emit(generation.sequence, (), Delta("", "stop"))
+        return self._end(generation.sequence, (), Delta("", "stop"))
 
     def give_back(self, tenant: str, num_tokens: int) -> None:
         """Returns ``num_tokens`` tokens to a tenant's quota, for a request whose text turned out, after the request had ended, to stop that many tokens
@@ -476,16 +477,19 @@ class Engine:
     def _process(self, sequence: Sequence, result: SequenceResult) -> RequestOutput:
         """Makes the output of a sequence that got new tokens, and ends the sequence if one of them is its last. Tokens after that one are dropped."""
         token_ids = result.token_ids
+        generation = self._generations[sequence.request.request_id]
         try:
-            delta = self._generations[sequence.request.request_id].processor.push(token_ids)
+            delta = generation.processor.push(token_ids)
         except Exception as error:  # whatever it is, it is this request's alone
             self._counts.num_generated_tokens += len(token_ids)
-            return self._emit_error(sequence, error)
+            return self._end_with_error(sequence, error)
         if delta.num_tokens < len(token_ids):
             self._scheduler.truncate(sequence, sequence.num_generated_tokens - len(token_ids) + delta.num_tokens)
             token_ids = token_ids[: delta.num_tokens]
         self._counts.num_generated_tokens += len(token_ids)
-        return self._emit(sequence, tuple(token_ids), delta)
+        if delta.finish_reason is None:
+            return _output(generation, token_ids, delta)
+        return self._end(sequence, token_ids, delta)
 
     def _fail_step(self, schedule: Schedule, error: Exception) -> list[RequestOutput]:
         """Ends the requests of a failed step. The failure may have destroyed the pool's content, so all other requests are recomputed."""
@@ -495,14 +499,14 @@ class Engine:
             raise EngineDeadError(f"{_MOST_FAILED_STEPS} steps in a row have failed, the last with {type(error).__name__}: {error}") from error
         self._scheduler.lose(schedule)
         alive = [scheduled.sequence for scheduled in schedule.sequences if scheduled.sequence.status is not SequenceStatus.FINISHED]
-        outputs = [self._emit_error(sequence, error, logged=True) for sequence in alive]
+        outputs = [self._end_with_error(sequence, error, logged=True) for sequence in alive]
         self._scheduler.forget_pools()
         return outputs
 
-    def _emit_error(self, sequence: Sequence, error: Exception, *, logged: bool = False) -> RequestOutput:
+    def _end_with_error(self, sequence: Sequence, error: Exception, *, logged: bool = False) -> RequestOutput:
         if not logged:
             logger.error("request %s failed", sequence.request.request_id, exc_info=error)
-        return self._emit(sequence, (), Delta("", "error"), to_data(error))
+        return self._end(sequence, (), Delta("", "error"), to_data(error))
 
     def _schedule(self, now_s: float) -> Schedule:
         """Schedules the next step. Also records how fast the queue moved during the previous one, from which waiting times are estimated."""
@@ -520,35 +524,38 @@ class Engine:
 
     def _refuse(self, sequence: Sequence, error: JaxserveError, reason: RefusalReason) -> RequestOutput:
         self._counts.refused[reason] += 1
-        return self._emit(sequence, (), Delta("", "error"), to_data(error))
+        return self._end(sequence, (), Delta("", "error"), to_data(error))
 
-    def _emit(self, sequence: Sequence, token_ids: tuple[int, ...], delta: Delta, error: ErrorData | None = None) -> RequestOutput:
-        request_id = sequence.request.request_id
-        degraded_max_tokens = self._generations[request_id].degraded_max_tokens
-        times = None
-        if delta.finish_reason is not None:
-            now_s = self._clock()
-            self._scheduler.finish(sequence, delta.finish_reason)
-            self._admission.leave(sequence, now_s)
-            times = self._meter.finish(sequence, delta.finish_reason, now_s)
-            del self._generations[request_id]
-            self._time_limits.resume(sequence)
-            if not self._generations:
-                self._last_move = None
-            self._counts.finished[delta.finish_reason] += 1
-        return RequestOutput(
-            request_id=request_id,
-            token_ids=token_ids,
-            text=delta.text,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            usage=Usage(
-                prompt_tokens=sequence.num_prompt_tokens, completion_tokens=sequence.num_generated_tokens, cached_tokens=sequence.num_cached_tokens or 0
-            ),
-            error=error,
-            times=times,
-            degraded_max_tokens=degraded_max_tokens,
-        )
+    def _end(self, sequence: Sequence, token_ids: SequenceOf[int], delta: Delta, error: ErrorData | None = None) -> RequestOutput:
+        """Makes the last output of a request, and ends it."""
+        request_id, reason, now_s = sequence.request.request_id, delta.finish_reason, self._clock()
+        assert reason is not None
+        self._scheduler.finish(sequence, reason)
+        self._admission.leave(sequence, now_s)
+        times = self._meter.finish(sequence, reason, now_s)
+        generation = self._generations.pop(request_id)
+        self._time_limits.resume(sequence)
+        if not self._generations:
+            self._last_move = None
+        self._counts.finished[reason] += 1
+        return _output(generation, token_ids, delta, error, times)
+
+
+def _output(
+    generation: _Generation, token_ids: SequenceOf[int], delta: Delta, error: ErrorData | None = None, times: RequestTimes | None = None
+) -> RequestOutput:
+    sequence = generation.sequence
+    return RequestOutput(
+        request_id=sequence.request.request_id,
+        token_ids=tuple(token_ids),
+        text=delta.text,
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        usage=Usage(prompt_tokens=sequence.num_prompt_tokens, completion_tokens=sequence.num_generated_tokens, cached_tokens=sequence.num_cached_tokens or 0),
+        error=error,
+        times=times,
+        degraded_max_tokens=generation.degraded_max_tokens,
+    )
 
 
 def fold_seed(seed: int) -> int:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import grpc.aio
+import msgspec
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -218,7 +219,7 @@ def _response(output: RequestOutput) -> pb.GenerateResponse:
     elif output.stop_reason is not None:
         response.stop_token_id = output.stop_reason
     usage = output.usage
-    response.usage.CopyFrom(pb.Usage(**dataclasses.asdict(usage), total_tokens=usage.total_tokens))
+    response.usage.CopyFrom(pb.Usage(**msgspec.structs.asdict(usage), total_tokens=usage.total_tokens))
     return response
 
 

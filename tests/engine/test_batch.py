@@ -116,11 +116,24 @@ def test_a_slot_begins_in_the_first_step_of_each_owner() -> None:
     assert begins(make_sequence(2, 8, [5, 6]), second) == [True, False]
 
 
-def test_a_token_that_the_host_has_not_seen_comes_from_the_carry() -> None:
-    decode, chunk = make_sequence(1, 4, [0, 1]), make_sequence(0, 3, [2])
-    items = [ScheduledSequence(decode, 4, 1, True), ScheduledSequence(chunk, 0, 3, True)]
-    _, packed, _ = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS).build(Schedule((rank_schedule(items),)))
-    assert packed[0, 2:6].tolist() == [FROM_CARRY, 0, 1, 2]
+def test_a_token_comes_from_the_carry_if_the_row_before_sampled_it_for_the_same_owner() -> None:
+    builder = BatchBuilder(BUCKETS, max_num_seqs=MAX_SEQS)
+
+    def token_ids(*items: ScheduledSequence) -> list[int]:
+        _, packed, _ = builder.build(Schedule((rank_schedule(list(items)),)))
+        return packed[0, 2 : 2 + sum(item.num_tokens for item in items)].tolist()
+
+    sequence, other = make_sequence(1, 4, [0, 1]), make_sequence(0, 6, [2, 3])
+    assert token_ids(ScheduledSequence(sequence, 0, 3, 0)) == [100, 101, 102]
+    assert token_ids(ScheduledSequence(sequence, 3, 1, 1)) == [103], "a prompt's last token, after a chunk that sampled nothing"
+    assert token_ids(ScheduledSequence(sequence, 4, 1, 1), ScheduledSequence(other, 0, 5, 0)) == [FROM_CARRY, 0, 1, 2, 3, 4]
+    sequence.token_ids += [7, 8]
+    assert token_ids(ScheduledSequence(sequence, 5, 1, 1), ScheduledSequence(other, 5, 1, 1)) == [FROM_CARRY, 5], "known or not"
+    sequence.num_preemptions += 1
+    assert token_ids(ScheduledSequence(sequence, 5, 1, 1)) == [8], "the slot may have been another's meanwhile"
+    sequence.token_ids.append(9)
+    assert token_ids(ScheduledSequence(make_sequence(1, 4, [4]), 3, 1, 1)) == [103]
+    assert token_ids(ScheduledSequence(sequence, 6, 1, 1)) == [9]
 
 
 def test_the_host_takes_the_program_with_the_fewest_stages_that_serves_all_rows() -> None:

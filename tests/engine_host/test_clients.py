@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -108,7 +107,7 @@ def in_process(script: list[int], **fields: Any) -> list[RequestOutput]:
 def summary(outputs: list[RequestOutput]) -> tuple[Any, ...]:
     last = outputs[-1]
     tokens = tuple(token_id for output in outputs for token_id in output.token_ids)
-    usage = dataclasses.replace(last.usage, cached_tokens=0)
+    usage = msgspec.structs.replace(last.usage, cached_tokens=0)
     return "".join(output.text for output in outputs), tokens, last.finish_reason, last.stop_reason, usage, [o.finish_reason for o in outputs].count(None)
 
 

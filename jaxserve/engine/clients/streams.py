@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
+
 from jaxserve.engine.clients.commands import Abort, Aborted, Add, Command, Delivery, GiveBack, Inspect, Inspected, Leave, SetPaused, Stop
 from jaxserve.engine.observation.inspection import SchedulerView
 from jaxserve.engine.requests.output import TextMaker
@@ -271,19 +273,19 @@ class Streams:
                 stream.stop = stream.num_generated_tokens + num_taken, matched
             elif reason != "error":
                 end = text.end(reason, output.stop_reason, last_token_id)
-                return dataclasses.replace(output, text=piece + end.text, finish_reason=end.finish_reason, stop_reason=end.stop_reason)
+                return msgspec.structs.replace(output, text=piece + end.text, finish_reason=end.finish_reason, stop_reason=end.stop_reason)
             else:
-                return dataclasses.replace(output, text=piece)
+                return msgspec.structs.replace(output, text=piece)
         num_tokens, stop_string = stream.stop
         if (num_unwanted := output.usage.completion_tokens - num_tokens) > 0:
             self._send(GiveBack(stream.request.options.tenant, num_unwanted))
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             output,
             token_ids=token_ids[: max(0, num_tokens - stream.num_generated_tokens)],
             text=piece,
             finish_reason="stop",
             stop_reason=stop_string,
-            usage=dataclasses.replace(output.usage, completion_tokens=num_tokens),
+            usage=msgspec.structs.replace(output.usage, completion_tokens=num_tokens),
             error=None,
         )
 

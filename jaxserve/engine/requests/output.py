@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
+
+import msgspec
 
 from jaxserve.request import FinishReason, SamplingParams
 
@@ -21,8 +22,7 @@ class Detokenizer(Protocol):
         ...
 
 
-@dataclasses.dataclass(slots=True)  # one a step and sequence: not frozen for the reason given in schedule.py
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """The part that some tokens, or the end of the generation, add to a request's output.
 
     Args:
@@ -36,6 +36,10 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_tokens: int = 0
+
+
+_GOES_ON = Delta("", num_tokens=1)
+"""What a token adds that does not end the generation, if the text is made elsewhere."""
 
 
 class StopMatcher:
@@ -120,18 +124,16 @@ class TokenRules:
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_tokens: int) -> None:
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
-        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._last_token_ids = self._eos_token_ids.union(params.stop_token_ids)
         self._max_tokens = max_tokens
         self._num_tokens = 0
 
     def push(self, token_id: int) -> tuple[FinishReason, int | None] | None:
         """Takes the next generated token. Returns the finish reason and the stop reason if it is the last one, else ``None``."""
-        self._num_tokens += 1
-        if token_id in self._eos_token_ids:
-            return "stop", None
-        if token_id in self._stop_token_ids:
-            return "stop", token_id
-        return ("length", None) if self._num_tokens >= self._max_tokens else None
+        self._num_tokens = num_tokens = self._num_tokens + 1
+        if token_id in self._last_token_ids:
+            return "stop", None if token_id in self._eos_token_ids else token_id
+        return None if num_tokens < self._max_tokens else ("length", None)
 
 
 class TextMaker:
@@ -208,8 +210,9 @@ class OutputProcessor:
 
     def push(self, token_ids: Sequence[int]) -> Delta:
         """Takes the next generated tokens, at least one. Those after the one that ends the generation are ignored, and nothing may be pushed after that end."""
-        delta = self._push(token_ids[0])
-        delta.num_tokens = 1
+        if len(token_ids) == 1:
+            return self._push(token_ids[0])
+        delta = Delta("")
         while delta.finish_reason is None and delta.num_tokens < len(token_ids):
             following = self._push(token_ids[delta.num_tokens])
             delta = Delta(delta.text + following.text, following.finish_reason, following.stop_reason, delta.num_tokens + 1)
@@ -217,12 +220,12 @@ class OutputProcessor:
 
     def _push(self, token_id: int) -> Delta:
         end = self._rules.push(token_id)
-        if end is not None:
-            return Delta("", *end) if self._text is None else self._text.end(*end, token_id)
         if self._text is None:
-            return Delta("")
+            return _GOES_ON if end is None else Delta("", *end, 1)
+        if end is not None:
+            return msgspec.structs.replace(self._text.end(*end, token_id), num_tokens=1)
         text, matched, _ = self._text.push((token_id,))
-        return Delta(text) if matched is None else Delta(text, "stop", matched)
+        return Delta(text, None if matched is None else "stop", matched, 1)
 
     def finish(self, reason: FinishReason) -> Delta:
         """Ends the generation for a reason that does not come from its tokens, such as an abort."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, Protocol
 
 from jaxserve.engine.scheduling.sequence import Sequence
@@ -34,8 +34,12 @@ class Queue(Protocol):
 
     def remove(self, sequence: Sequence) -> None: ...
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Records that ``num_tokens`` tokens of a sequence, waiting or not, have been computed or generated."""
+    def charge(self, served: Iterable[tuple[Sequence, int]]) -> None:
+        """Records that tokens of sequences, waiting or not, have been computed or generated.
+
+        Args:
+            served: Each sequence with the number of its tokens.
+        """
         ...
 
     def check_integrity(self) -> None: ...
@@ -107,9 +111,10 @@ class FairQueue:
         if not queue:
             del self._queues[tenant]
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        tenant = sequence.request.options.tenant
-        self._served[tenant] = self._served.get(tenant, self._level) + num_tokens / self._weights.get(tenant, 1.0)
+    def charge(self, served: Iterable[tuple[Sequence, int]]) -> None:
+        for sequence, num_tokens in served:
+            tenant = sequence.request.options.tenant
+            self._served[tenant] = self._served.get(tenant, self._level) + num_tokens / self._weights.get(tenant, 1.0)
 
     def check_integrity(self) -> None:
         for queue in self._queues.values():

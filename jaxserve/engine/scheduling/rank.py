@@ -23,15 +23,17 @@ _HEADROOM_DIVISOR = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
-    """The tokens that a rank's running sequences have ready for the next step.
+    """The tokens that a rank's running sequences have ready for the next step. Decodes run in every step; prefills share what is left of the token budget.
 
     Args:
-        rows: One tuple for each sequence that has tokens to run, in order: the sequence, the number of tokens, and whether they are a decode. Decodes run in
-            every step; prefills share what is left of the token budget.
+        decodes: The sequences whose tokens are a decode, in order, and the number of these tokens.
+        in_need: The sequences that need a decision, in order: decodes that need pages, and prefills. Each with the number of its tokens, and whether they are
+            a decode.
         num_decode_tokens: Number of tokens of all decodes.
     """
 
-    rows: list[tuple[Sequence, int, bool]]
+    decodes: list[tuple[Sequence, int]]
+    in_need: list[tuple[Sequence, int, bool]]
     num_decode_tokens: int
 
 
@@ -157,16 +159,20 @@ class Rank:
 
     def pending(self) -> Pending:
         """The tokens that the running sequences have ready for the next step."""
-        rows: list[tuple[Sequence, int, bool]] = []
-        num_decode_tokens = 0
+        decodes: list[tuple[Sequence, int]] = []
+        in_need: list[tuple[Sequence, int, bool]] = []
+        page_size, num_decode_tokens = self.pool.page_size, 0
         for sequence in self.running:
             num_tokens = sequence.num_pending_tokens
-            if 0 < num_tokens <= sequence.decode_width:
+            if not num_tokens:
+                continue
+            if is_decode := num_tokens <= sequence.decode_width:
                 num_decode_tokens += num_tokens
-                rows.append((sequence, num_tokens, True))
-            elif num_tokens:
-                rows.append((sequence, num_tokens, False))
-        return Pending(rows, num_decode_tokens)
+                decodes.append((sequence, num_tokens))
+                if sequence.num_scheduled_tokens + num_tokens <= len(sequence.page_ids) * page_size:
+                    continue
+            in_need.append((sequence, num_tokens, is_decode))
+        return Pending(decodes, in_need, num_decode_tokens)
 
     def plan(self, pending: Pending, now_s: float, *, beside_decodes: bool) -> RankPlan:
         """Decides what the running sequences do in the next step, and takes the pages for it.
@@ -178,25 +184,28 @@ class Rank:
             now_s: The time, in seconds.
             beside_decodes: Whether any rank has sequences that decode.
         """
-        pool, page_size = self.pool, self.pool.page_size
+        pool = self.pool
         self._now_s = now_s
         num_decode_tokens = pending.num_decode_tokens
         plan = RankPlan(self._max_tokens, self._max_tokens - num_decode_tokens, num_decode_tokens, self._chunking if beside_decodes else _WHOLE_STEPS)
-        decodes = plan.decodes
-        for sequence, num_pending, is_decode in pending.rows:
+        starved: set[Sequence] = set()
+        for sequence, num_pending, is_decode in pending.in_need:
             if plan.is_short and sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted for one before it
             start = sequence.num_scheduled_tokens
             if is_decode:
-                missing = start + num_pending - len(sequence.page_ids) * page_size
-                if missing <= 0 or self._grow(sequence, pool.pages_for(missing), plan):
-                    decodes.append(_take(sequence, num_pending))
+                if not self._grow(sequence, pool.pages_for(start + num_pending) - len(sequence.page_ids), plan):
+                    starved.add(sequence)
             else:
                 num_tokens = self._take_pages(sequence, plan.fit(start, num_pending), plan)
                 plan.num_reserved += pool.pages_for(start + num_pending) - len(sequence.page_ids)
                 plan.num_behind += num_pending - num_tokens
                 if num_tokens > 0:
                     plan.add(_take(sequence, num_tokens))
+        decodes = pending.decodes
+        if plan.is_short:
+            decodes = [row for row in decodes if row[0].status is SequenceStatus.RUNNING and row[0] not in starved]
+        plan.decodes += [_take(sequence, num_tokens) for sequence, num_tokens in decodes]
         self._swap_in(plan)
         return plan
 

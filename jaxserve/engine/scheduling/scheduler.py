@@ -284,7 +284,6 @@ class Scheduler:
             The sequences that got tokens, each with its result, in the order of the schedule.
         """
         grown: list[tuple[Sequence, SequenceResult]] = []
-        charge = self._waiting.charge
         for scheduled, result in zip(schedule.sequences, results, strict=True):
             if num_samples := scheduled.num_samples:
                 sequence, token_ids = scheduled.sequence, result.token_ids
@@ -292,7 +291,7 @@ class Scheduler:
                 if token_ids and sequence.status is not SequenceStatus.FINISHED:
                     sequence.token_ids += token_ids
                     grown.append((sequence, result))
-                    charge(sequence, len(token_ids))
+        self._waiting.charge((sequence, len(result.token_ids)) for sequence, result in grown)
         return grown
 
     def lose(self, schedule: Schedule) -> None:
@@ -371,7 +370,7 @@ class Scheduler:
                 return
             queue.remove(head)
             batching.admitted(head)
-            queue.charge(head, len(head.token_ids) - chosen.room.num_cached_tokens)
+            queue.charge([(head, len(head.token_ids) - chosen.room.num_cached_tokens)])
             is_first_time = head.num_cached_tokens is None
             chosen.rank.start(head, chosen.plan, chosen.room)
             if is_first_time and head.num_cached_tokens is not None:

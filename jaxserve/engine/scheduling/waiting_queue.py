@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxserve.engine.scheduling.sequence import Sequence
 
@@ -59,7 +59,7 @@ class WaitingQueue:
             heapq.heapify(self._heap)
             self._dead.clear()
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+    def charge(self, served: Iterable[tuple[Sequence, int]]) -> None:
         """Does nothing: this order does not depend on the tokens served."""
 
     def check_integrity(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +24,10 @@ FILL_TOKENS = 512
 
 NO_TOKEN = -1
 """Token id that pads a fill."""
+
+_sequence, _start, _num_tokens, _num_samples, _slot, _page_ids, _num_preemptions = (
+    attrgetter(name) for name in ("sequence", "start", "num_tokens", "num_samples", "slot", "page_ids", "num_preemptions")
+)
 
 
 class Batch(NamedTuple):
@@ -86,60 +92,69 @@ class _RankRows:
         self._rows = np.zeros((max_num_seqs, len(ROW_FIELDS) + table_width), np.int32)
         self._table_width = table_width
         self._fills = fills
-        self._owners: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
-        self._num_pages = [0] * max_num_seqs
+        self._owners: list[Sequence | None] = [None] * max_num_seqs  # keeps them alive, so that no other object gets their id
+        self._owner_ids = np.zeros(max_num_seqs, np.int64)
+        self._num_preemptions = np.zeros(max_num_seqs, np.int64)  # of the owner when it got the slot
+        self._num_pages = np.zeros(max_num_seqs, np.int64)
+        self._carried = np.full(max_num_seqs, NO_TOKEN, np.int64)  # position of the token that the carry has for each slot's owner; NO_TOKEN for none
 
     def pack(self, schedule: RankSchedule, bucket: Bucket, packed: np.ndarray) -> list[ScheduledSequence]:
         """Writes the rank's part of a step into ``packed`` ``[X]``, which holds zeros. Returns the sequences whose slots must be filled before the step."""
         scheduled = schedule.sequences
-        packed[0], packed[1] = schedule.num_decodes, len(scheduled)
-        tokens: list[int] = []
-        lengths: list[int] = []
-        contexts: list[int] = []
-        slots: list[int] = []
-        beginning: list[int] = []
+        num_rows = len(scheduled)
+        packed[0], packed[1] = schedule.num_decodes, num_rows
+        # Of hundreds of decodes a few need more than vector operations: new owners, and those that have begun a page.
+        sequences = list(map(_sequence, scheduled))
+        slots, starts, query_lens = _column(_slot, sequences), _column(_start, scheduled), _column(_num_tokens, scheduled)
+        owner_ids, num_preemptions = _column(id, sequences), _column(_num_preemptions, sequences)
+        begins = (self._owner_ids[slots] != owner_ids) | (self._num_preemptions[slots] != num_preemptions)
+        self._owner_ids[slots], self._num_preemptions[slots] = owner_ids, num_preemptions
         filled: list[ScheduledSequence] = []
-        for item in scheduled:
-            sequence, end = item.sequence, item.start + item.num_tokens
-            known = sequence.token_ids
-            if item.num_tokens == 1:
-                tokens.append(known[item.start] if item.start < len(known) else FROM_CARRY)
-            else:
-                tokens += known[item.start : end]
-            slot = sequence.slot
-            if self._owners[slot] != (sequence, sequence.num_preemptions):
-                self._begin(sequence)
-                if self._fills and item.start > 0:
-                    filled.append(item)
-                else:
-                    beginning.append(len(slots))
-            if len(sequence.page_ids) != self._num_pages[slot]:
-                self._add_pages(sequence)
-            lengths.append(item.num_tokens)
-            contexts.append(end)
-            slots.append(slot)
-        packed[2 : 2 + len(tokens)] = tokens
+        for row in _indices(begins):
+            item = scheduled[row]
+            self._begin(item.sequence)
+            if self._fills and item.start > 0:
+                filled.append(item)
+                begins[row] = False
+        num_pages = np.fromiter(map(len, map(_page_ids, sequences)), np.int64, num_rows)
+        for row in _indices(num_pages != self._num_pages[slots]):
+            self._add_pages(sequences[row])
+        self._write_token_ids(scheduled, slots, starts, query_lens, packed[2:])
         rows = _rows(packed, bucket)
-        live = rows[: len(scheduled)]
-        width = len(ROW_FIELDS) + max((self._num_pages[slot] for slot in slots), default=0)  # copying whole tables of 131,072 tokens took ten times the rest
+        live = rows[:num_rows]
+        width = len(ROW_FIELDS) + int(num_pages.max(initial=0))  # copying whole tables of 131,072 tokens took ten times the rest
         live[:, :width] = self._rows[:, :width][slots]
         fields = records(live)
-        fields["query_len"], fields["context_len"], fields["slot"] = lengths, contexts, slots
-        if beginning:
-            fields["begins"][beginning] = 1
-        set_defaults(rows[len(scheduled) :])
+        fields["query_len"], fields["context_len"], fields["slot"], fields["begins"] = query_lens, starts + query_lens, slots, begins
+        set_defaults(rows[num_rows:])
         return filled
+
+    def _write_token_ids(
+        self, scheduled: SequenceOf[ScheduledSequence], slots: np.ndarray, starts: np.ndarray, query_lens: np.ndarray, token_ids: np.ndarray
+    ) -> None:
+        """Writes the ids of the rows' tokens, one row after the other. A token that the slot's owner sampled last comes from the carry, known or not."""
+        is_carried = (self._carried[slots] == starts) & (query_lens == 1)
+        firsts = query_lens.cumsum() - query_lens
+        token_ids[firsts[is_carried]] = FROM_CARRY
+        for row in _indices(~is_carried):
+            item, first = scheduled[row], firsts[row]
+            known = item.sequence.token_ids[item.start : item.start + item.num_tokens]
+            assert len(known) == item.num_tokens
+            token_ids[first : first + item.num_tokens] = known
+        samples = _column(_num_samples, scheduled) > 0
+        self._carried[slots[samples]], self._carried[slots[~samples]] = (starts + query_lens)[samples], NO_TOKEN
 
     def _begin(self, sequence: Sequence) -> None:
         slot = sequence.slot
-        self._owners[slot] = (sequence, sequence.num_preemptions)
+        self._owners[slot] = sequence
         self._num_pages[slot] = 0
+        self._carried[slot] = NO_TOKEN
         set_owner(self._rows[slot], sequence)
 
     def _add_pages(self, sequence: Sequence) -> None:
         slot, num_pages = sequence.slot, len(sequence.page_ids)
         assert num_pages <= self._table_width, "the scheduler gave a sequence more pages than the table holds"
-        first_page = self._num_pages[slot]
+        first_page = int(self._num_pages[slot])
         self._rows[slot, len(ROW_FIELDS) + first_page : len(ROW_FIELDS) + num_pages] = sequence.page_ids[first_page:]
         self._num_pages[slot] = num_pages
 
@@ -165,6 +180,16 @@ def packed_batch(bucket: Bucket, *, num_rows: int, query_len: int, context_len: 
     num_pages = ceil_div(context_len, page_size)
     live[..., len(ROW_FIELDS) : len(ROW_FIELDS) + num_pages] = np.arange(num_rows * num_pages).reshape(num_rows, num_pages)
     return packed
+
+
+def _column(read: Callable[[Any], int], items: SequenceOf[Any]) -> np.ndarray:
+    """What ``read`` finds in each of the items, as an int64 array."""
+    return np.fromiter(map(read, items), np.int64, len(items))
+
+
+def _indices(mask: np.ndarray) -> list[int]:
+    """Indices of the true elements of ``[N]``."""
+    return mask.nonzero()[0].tolist()
 
 
 def _rows(packed: np.ndarray, bucket: Bucket) -> np.ndarray:
