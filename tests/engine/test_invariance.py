@@ -87,8 +87,8 @@ def test_order_of_arrival_does_not_matter(greedy: bool) -> None:
 def test_bfloat16_rows_do_not_depend_on_the_bucket() -> None:
     """In bfloat16, too, a decode gives the same tokens in a bucket of 2 rows and of 8: the tiny model's reductions are row-wise."""
     requests = [([i * 5 + j for j in range(9)], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)) for i in range(8)]
-    together = run(tiny_engine(dtype="bfloat16", max_num_seqs=8, num_pages=96, token_buckets=(128,), max_tokens_per_step=128), requests)
-    two = tiny_engine(dtype="bfloat16", max_num_seqs=2, token_buckets=(128,), max_tokens_per_step=128)
+    together = run(tiny_engine(dtype="bfloat16", optimized=True, max_num_seqs=8, num_pages=96, token_buckets=(128,), max_tokens_per_step=128), requests)
+    two = tiny_engine(dtype="bfloat16", optimized=True, max_num_seqs=2, token_buckets=(128,), max_tokens_per_step=128)
     assert together == [run(two, [request])[0] for request in requests]
 
 

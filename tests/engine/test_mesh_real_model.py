@@ -26,7 +26,7 @@ def tokens_on(mesh: MeshShape) -> list[tuple[int, ...]]:
         mesh=MeshConfig(data=mesh.data, model=mesh.model),
         cache=CacheConfig(num_pages=32),
         scheduler=SchedulerConfig(max_num_seqs=2, max_tokens_per_step=64),
-        engine=EngineConfig(token_buckets=(64,), sequence_buckets=(2,), compilation_cache=False),
+        engine=EngineConfig(layers="scan", token_buckets=(64,), sequence_buckets=(2,), compilation_cache=False),
     )
     params = [
         SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True) if index % 2 else SamplingParams(seed=index, top_p=0.9, max_tokens=16, ignore_eos=True)

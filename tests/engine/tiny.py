@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
+
 from jaxserve.config import CacheConfig, Config, EngineConfig, MeshConfig, ModelConfig, SchedulerConfig, ShardingConfig
 from jaxserve.engine.device.runner import DeviceRunner
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.programs.compiled_folder import compile_program
 from jaxserve.engine.programs.memory import Memory
 from jaxserve.engine.programs.plan import make_model
 from jaxserve.engine.programs.pool_plan import plan_pool
-from jaxserve.engine.step.buckets import make_buckets, table_width
+from jaxserve.engine.step.buckets import Bucket, make_buckets, table_width
 from jaxserve.engine.step.execution import choose_execution
 from jaxserve.engine.step.slot_state import SlotState
 from jaxserve.kernels_pallas.ragged_paged_attention.api import IMPLEMENTATIONS
@@ -70,8 +73,12 @@ def tiny_engine(
     num_host_pages: int = 0,
     overlap: bool = False,
     states: Sequence[SlotState] = (),
+    optimized: bool = False,
 ) -> Engine:
-    """An engine on the tiny model. Without warm-up each bucket compiles when it is first met. KV heads are repeated where the mesh needs it."""
+    """An engine on the tiny model. Without warm-up each bucket compiles when it is first met. KV heads are repeated where the mesh needs it.
+
+    Programs are compiled without LLVM's optimizations, which takes half as long, unless ``optimized`` asks for those that are served.
+    """
     spec = spec or tiny_spec()
     config = Config(
         model=ModelConfig(dtype=dtype),
@@ -92,10 +99,23 @@ def tiny_engine(
     )  # fmt: skip
     buckets = make_buckets(token_buckets, (2, 4, 8), max_tokens=max_tokens_per_step, max_rows=max_num_seqs, table_width=width)
     params = model.random_params(0, layout, randomize_all=True)
-    runner = DeviceRunner(model, params, plan, buckets, max_num_seqs=max_num_seqs, num_host_pages=num_host_pages, states=states)
+    runner = DeviceRunner(
+        model,
+        params,
+        plan,
+        buckets,
+        max_num_seqs=max_num_seqs,
+        num_host_pages=num_host_pages,
+        states=states,
+        compile_program=compile_program if optimized else _compile_quickly,
+    )
     if warmup:
         runner.warmup()
     return Engine(runner, FakeTokenizer(), spec, config, overlap=overlap)
+
+
+def _compile_quickly(lowered: jax.stages.Lowered, _bucket: Bucket) -> jax.stages.Compiled:
+    return lowered.compile({"xla_backend_optimization_level": 0})
 
 
 def overlapped(engine: Engine) -> Engine:
