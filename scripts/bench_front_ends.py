@@ -36,6 +36,7 @@ from jaxserve.engine.step.buckets import make_buckets
 from jaxserve.models.attention_kind import GroupedQueryAttention
 from jaxserve.models.mlp_kind import GatedMlp
 from jaxserve.models.spec import LayerGroup, LayerSpec, ModelSpec, RopeSpec
+from jaxserve.serving.front_end import run_event_loop
 from jaxserve.serving.launch import serve
 from jaxserve.tokenizer import Tokenizer
 
@@ -73,7 +74,7 @@ def run_server(port: int, num_streams: int, step_s: float, num_processes: int) -
         device = SimulatedDevice(buckets, step_s=step_s, num_pages=num_pages, page_size=PAGE_SIZE, max_num_seqs=num_streams, token_id=7)
         return Engine(device, make_tokenizer(), make_spec(), config, model_name="none", overlap=True)
 
-    asyncio.run(serve(config, AsyncEngine(build)))
+    run_event_loop(serve(config, AsyncEngine(build)))
 
 
 def run_client(port: int, num_streams: int) -> None:

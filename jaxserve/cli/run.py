@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,6 +87,7 @@ def run(
     from jaxserve.engine.build import build_engine, build_runner
     from jaxserve.engine.multihost.hosts import find_hosts
     from jaxserve.engine.multihost.processes import follow, join, leaving_the_end_to_the_leader
+    from jaxserve.serving.front_end import run_event_loop
     from jaxserve.serving.launch import serve
 
     def build() -> Engine:
@@ -98,7 +98,7 @@ def run(
     processes = join(resolved, *find_hosts(resolved.distributed), before_end=engine.fail)
     with processes.ending_together():
         if processes.is_leader:
-            asyncio.run(serve(resolved, engine, on_end=processes.close))
+            run_event_loop(serve(resolved, engine, on_end=processes.close))
             return
         with leaving_the_end_to_the_leader(processes) as is_ready:
             runner = build_runner(resolved, processes).runner

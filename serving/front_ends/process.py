@@ -14,7 +14,7 @@ import yaml
 from jaxserve.config import Config, from_mapping
 from jaxserve.errors import EngineDeadError, to_data
 from jaxserve.log import set_up_logging
-from jaxserve.serving.front_end import run_front_end
+from jaxserve.serving.front_end import run_event_loop, run_front_end
 from jaxserve.serving.front_ends.channel import Channel
 from jaxserve.serving.front_ends.messages import Ended, Listening, Setup, ToFrontEnd
 from jaxserve.serving.front_ends.remote_engine import RemoteEngine
@@ -72,7 +72,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel_socket, http_socket = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    asyncio.run(serve_front_end(channel_socket, http_socket))
+    run_event_loop(serve_front_end(channel_socket, http_socket))
 
 
 if __name__ == "__main__":

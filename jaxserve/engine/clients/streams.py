@@ -34,23 +34,35 @@ class _Stream:
         number: Number of the stream in commands.
         request: The request.
         text: Makes the request's text, if the engine does not; else ``None``.
+        outputs: Outputs that have not been read.
+        waiter: Future on which the consumer waits for an output; ``None`` if it does not wait.
         stop: End of its text: the number of generated tokens up to it and the stop string; ``None`` if the text goes on.
     """
 
     number: int
     request: Request
     text: TextMaker | None
-    outputs: asyncio.Queue[RequestOutput] = dataclasses.field(default_factory=asyncio.Queue[RequestOutput])
+    outputs: list[RequestOutput] = dataclasses.field(default_factory=list[RequestOutput])
+    waiter: asyncio.Future[None] | None = None
     num_generated_tokens: int = 0
     is_paused: bool = False
     stop: tuple[int, str] | None = None
 
     async def next_output(self) -> RequestOutput:
         """Waits for an output and joins it with those that have arrived since, so that a consumer that fell behind catches up with one message."""
-        outputs = [await self.outputs.get()]
-        while not self.outputs.empty():
-            outputs.append(self.outputs.get_nowait())
+        if not self.outputs:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        outputs, self.outputs = self.outputs, []
         return joined(outputs)
+
+    def put(self, output: RequestOutput) -> None:
+        """Adds an output, and wakes the consumer."""
+        self.outputs.append(output)
+        if (waiter := self.waiter) is not None:
+            self.waiter = None
+            if not waiter.done():  # cancelled
+                waiter.set_result(None)
 
 
 class Questions:
@@ -235,7 +247,7 @@ class Streams:
         del self._by_number[number]
         self._on_end(stream.request, output)
         if self._has_consumer(stream):
-            stream.outputs.put_nowait(output)
+            stream.put(output)
             self._forget(output.request_id)
 
     def end_all(self, reason: FinishReason, error: ErrorData | None) -> None:
@@ -257,8 +269,8 @@ class Streams:
         stream.num_generated_tokens = output.usage.completion_tokens
         if not self._has_consumer(stream):
             return
-        stream.outputs.put_nowait(output)
-        if self.reader_buffer is not None and stream.outputs.qsize() >= self.reader_buffer and not stream.is_paused:
+        stream.put(output)
+        if self.reader_buffer is not None and len(stream.outputs) >= self.reader_buffer and not stream.is_paused:
             stream.is_paused = True
             self._send(SetPaused(stream.number, True))
 
