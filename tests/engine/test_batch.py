@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from jaxserve.engine.step.rows import OFF, ROW_FIELDS, records
 from jaxserve.request import Request, SamplingParams
 
 PAGE_SIZE, NUM_PAGES, MAX_SEQS, WIDTH = 4, 40, 6, 5
+TENURES = itertools.count()
 BUCKETS = make_buckets((8, 16), (2, 4), max_tokens=32, max_rows=MAX_SEQS, table_width=WIDTH)
 
 
@@ -23,7 +26,7 @@ def make_sequence(slot: int, length: int, pages: list[int], temperature: float =
     params = SamplingParams(temperature=temperature, top_k=slot, top_p=0.9, min_p=0.25, seed=slot)
     request = Request(request_id=str(slot), prompt_token_ids=range(100 * slot, 100 * slot + length), params=params)
     sequence = Sequence.of(request, seed=2**32 - 1 - slot, max_tokens=8)
-    sequence.page_ids, sequence.slot = pages, slot
+    sequence.page_ids, sequence.slot, sequence.tenure = pages, slot, next(TENURES)
     return sequence
 
 
@@ -92,7 +95,7 @@ def test_a_slot_forgets_its_last_owner() -> None:
     first.page_ids.append(9)
     assert row_of(first)[:3].tolist() == [7, 8, 9]
     # Preempted and back in the same slot with as many pages: other pages.
-    first.page_ids, first.num_preemptions = [1, 2, 3], 1
+    first.page_ids, first.tenure = [1, 2, 3], next(TENURES)
     assert row_of(first)[:3].tolist() == [1, 2, 3]
     assert row_of(make_sequence(2, 8, [5, 6]))[:2].tolist() == [5, 6]
 
@@ -111,7 +114,7 @@ def test_a_slot_begins_in_the_first_step_of_each_owner() -> None:
     assert begins(first, second) == [False, True]
     first.page_ids.append(9)
     assert begins(first, second) == [False, False], "more pages are no new owner"
-    second.num_preemptions += 1
+    second.tenure = next(TENURES)
     assert begins(first, second) == [False, True]
     assert begins(make_sequence(2, 8, [5, 6]), second) == [True, False]
 
@@ -129,7 +132,7 @@ def test_a_token_comes_from_the_carry_if_the_row_before_sampled_it_for_the_same_
     assert token_ids(ScheduledSequence(sequence, 4, 1, 1), ScheduledSequence(other, 0, 5, 0)) == [FROM_CARRY, 0, 1, 2, 3, 4]
     sequence.token_ids += [7, 8]
     assert token_ids(ScheduledSequence(sequence, 5, 1, 1), ScheduledSequence(other, 5, 1, 1)) == [FROM_CARRY, 5], "known or not"
-    sequence.num_preemptions += 1
+    sequence.tenure = next(TENURES)
     assert token_ids(ScheduledSequence(sequence, 5, 1, 1)) == [8], "the slot may have been another's meanwhile"
     sequence.token_ids.append(9)
     assert token_ids(ScheduledSequence(make_sequence(1, 4, [4]), 3, 1, 1)) == [103]
@@ -153,7 +156,7 @@ def test_the_host_takes_the_program_with_the_fewest_stages_that_serves_all_rows(
         for slot, name in enumerate(names):
             request = Request(request_id=name, prompt_token_ids=[1], params=SamplingParams(**kinds[name]))
             sequence = Sequence.of(request, seed=9, max_tokens=8)
-            sequence.page_ids, sequence.slot = [slot], slot
+            sequence.page_ids, sequence.slot, sequence.tenure = [slot], slot, next(TENURES)
             items.append(ScheduledSequence(sequence, 0, 1, True))
         bucket, _, _ = BatchBuilder(buckets, max_num_seqs=4).build(Schedule((rank_schedule(items),)))
         assert bucket in buckets.all()

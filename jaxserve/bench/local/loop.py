@@ -18,7 +18,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.garbage import FullCollections
 from jaxserve.engine.step.buckets import make_buckets, table_width
 from jaxserve.models.spec import ModelSpec
-from jaxserve.request import SamplingParams
+from jaxserve.request import RequestOptions, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 _PROMPT_TOKENS = 20
@@ -58,7 +58,7 @@ class Loop:
         self._make_engine = make_engine
 
     def run(self, *, overlap: bool, num_streams: int, num_steps: int, num_waiting: int = 0) -> LoopRun:
-        """Serves requests that decode, and reads their outputs in this process.
+        """Serves requests that decode, and reads their outputs in this process. The text of outputs is not made: that is the work of the readers.
 
         Args:
             overlap: See ``engine.overlap``.
@@ -72,7 +72,7 @@ class Loop:
         requests: list[str] = []
         for number in range(num_streams + num_waiting):
             prompt = [(number + place) % engine.spec.vocab_size for place in range(_PROMPT_TOKENS)]
-            request = engine.make_request(prompt, params)
+            request = engine.make_request(prompt, params, options=RequestOptions(detokenize=False))
             engine.add(request)
             requests.append(request.request_id)
         with FullCollections():

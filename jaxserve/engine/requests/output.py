@@ -210,7 +210,7 @@ class OutputProcessor:
 
     def push(self, token_ids: Sequence[int]) -> Delta:
         """Takes the next generated tokens, at least one. Those after the one that ends the generation are ignored, and nothing may be pushed after that end."""
-        if len(token_ids) == 1:
+        if len(token_ids) == 1:  # as nearly always
             return self._push(token_ids[0])
         delta = Delta("")
         while delta.finish_reason is None and delta.num_tokens < len(token_ids):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 from jaxserve.engine.pages.pool import PagePool
@@ -155,6 +156,7 @@ class Rank:
         self._max_tokens = max_tokens
         self._on_preempted = on_preempted
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._tenures = itertools.count()
         self._now_s = 0.0
 
     def pending(self) -> Pending:
@@ -340,6 +342,7 @@ class Rank:
         sequence.status = SequenceStatus.RUNNING
         sequence.rank = self.index
         sequence.slot = self._free_slots.pop()
+        sequence.tenure = next(self._tenures)
         bisect.insort(self.running, sequence, key=by_order)
         start, end = sequence.num_scheduled_tokens, len(sequence.token_ids)
         num_tokens = plan.fit(start, end - start)

@@ -8,6 +8,9 @@ import enum
 from jaxserve.engine.pages.prefix_cache.interface import CachePath
 from jaxserve.request import FinishReason, Request
 
+NO_TENURE = -1
+"""Tenure of a sequence that has never had a slot."""
+
 
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"
@@ -54,6 +57,7 @@ class Sequence:
         page_ids: Pages that it holds, in order of position.
         host_page_ids: Host pages that hold its keys and values while SWAPPED.
         slot: Index into the rank's per-sequence state on the device while RUNNING, else -1.
+        tenure: Number of the rank's that tells this stay in the slot from all others, of this sequence or another; ``NO_TENURE`` before the first.
         status: Where the sequence is in its life.
         finish_reason: Why it ended; ``None`` before.
         num_preemptions: How often it lost its pages, whatever the reason.
@@ -81,6 +85,7 @@ class Sequence:
     page_ids: list[int] = dataclasses.field(default_factory=list[int])
     host_page_ids: list[int] = dataclasses.field(default_factory=list[int])
     slot: int = -1
+    tenure: int = NO_TENURE
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0

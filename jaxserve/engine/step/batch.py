@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.dims import ceil_div
 from jaxserve.engine.scheduling.schedule import PageMoves, RankSchedule, Schedule, ScheduledSequence
-from jaxserve.engine.scheduling.sequence import Sequence
+from jaxserve.engine.scheduling.sequence import NO_TENURE, Sequence
 from jaxserve.engine.step.buckets import Bucket, Buckets
 from jaxserve.engine.step.rows import OFF, ROW_FIELDS, records, set_defaults, set_owner, stages_needed
 
@@ -25,8 +25,8 @@ FILL_TOKENS = 512
 NO_TOKEN = -1
 """Token id that pads a fill."""
 
-_sequence, _start, _num_tokens, _num_samples, _slot, _page_ids, _num_preemptions = (
-    attrgetter(name) for name in ("sequence", "start", "num_tokens", "num_samples", "slot", "page_ids", "num_preemptions")
+_sequence, _start, _num_tokens, _num_samples, _slot, _tenure, _page_ids = (
+    attrgetter(name) for name in ("sequence", "start", "num_tokens", "num_samples", "slot", "tenure", "page_ids")
 )
 
 
@@ -92,9 +92,7 @@ class _RankRows:
         self._rows = np.zeros((max_num_seqs, len(ROW_FIELDS) + table_width), np.int32)
         self._table_width = table_width
         self._fills = fills
-        self._owners: list[Sequence | None] = [None] * max_num_seqs  # keeps them alive, so that no other object gets their id
-        self._owner_ids = np.zeros(max_num_seqs, np.int64)
-        self._num_preemptions = np.zeros(max_num_seqs, np.int64)  # of the owner when it got the slot
+        self._tenures = np.full(max_num_seqs, NO_TENURE, np.int64)
         self._num_pages = np.zeros(max_num_seqs, np.int64)
         self._carried = np.full(max_num_seqs, NO_TOKEN, np.int64)  # position of the token that the carry has for each slot's owner; NO_TOKEN for none
 
@@ -105,10 +103,11 @@ class _RankRows:
         packed[0], packed[1] = schedule.num_decodes, num_rows
         # Of hundreds of decodes a few need more than vector operations: new owners, and those that have begun a page.
         sequences = list(map(_sequence, scheduled))
-        slots, starts, query_lens = _column(_slot, sequences), _column(_start, scheduled), _column(_num_tokens, scheduled)
-        owner_ids, num_preemptions = _column(id, sequences), _column(_num_preemptions, sequences)
-        begins = (self._owner_ids[slots] != owner_ids) | (self._num_preemptions[slots] != num_preemptions)
-        self._owner_ids[slots], self._num_preemptions[slots] = owner_ids, num_preemptions
+        slots, starts, tenures = _column(_slot, sequences), _column(_start, scheduled), _column(_tenure, sequences)
+        query_lens = np.ones(num_rows, np.int64)
+        query_lens[schedule.num_decodes :] = _column(_num_tokens, scheduled[schedule.num_decodes :])
+        begins = self._tenures[slots] != tenures
+        self._tenures[slots] = tenures
         filled: list[ScheduledSequence] = []
         for row in _indices(begins):
             item = scheduled[row]
@@ -146,7 +145,6 @@ class _RankRows:
 
     def _begin(self, sequence: Sequence) -> None:
         slot = sequence.slot
-        self._owners[slot] = sequence
         self._num_pages[slot] = 0
         self._carried[slot] = NO_TOKEN
         set_owner(self._rows[slot], sequence)
