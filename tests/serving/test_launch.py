@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.config import Config
-from jaxserve.errors import ConfigError, ModelUnavailableError
+from jaxserve.errors import ConfigError, EngineDeadError, ModelUnavailableError
 from jaxserve.request import Request, RequestOutput
 from jaxserve.serving.launch import curl_line, serve
 from jaxserve.serving.service import InferenceService
@@ -100,9 +100,6 @@ def test_from_starting_to_ready_to_closed(capfd: pytest.CaptureFixture[str]) -> 
         await until_ready(client)
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
         await until_health(channel, SERVING)
-        engine.state = "dead"
-        await until_health(channel, NOT_SERVING)
-        assert (await client.get("/health")).status_code == 503
 
     run_served(scenario, engine)
     assert engine.closed
@@ -111,6 +108,25 @@ def test_from_starting_to_ready_to_closed(capfd: pytest.CaptureFixture[str]) -> 
     ready, curl = captured.err.splitlines()
     assert re.fullmatch(r"ready: fake, HTTP on http://127\.0\.0\.1:\d+, gRPC on port \d+", ready)
     assert curl.startswith("curl -s http://127.0.0.1:")
+
+
+def test_a_dead_engine_ends_the_server() -> None:
+    engine = FakeAsyncEngine(state="starting")
+    config = server_config(port=free_port(), grpc_port=free_port())
+
+    async def run() -> None:
+        served = asyncio.create_task(serve(config, engine))
+        async with http_client(config.server.port) as client, grpc.aio.insecure_channel(f"127.0.0.1:{config.server.grpc_port}") as channel:
+            await until_ready(client)
+            await until_health(channel, SERVING)
+            engine.state = "dead"
+            assert (await client.get("/health")).status_code == 503
+            await until_health(channel, NOT_SERVING)
+        with pytest.raises(EngineDeadError):
+            await served
+
+    asyncio.run(run())
+    assert engine.closed
 
 
 def test_running_requests_may_finish_while_new_ones_are_refused() -> None:
