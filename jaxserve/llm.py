@@ -83,13 +83,13 @@ class LLM:
         return self._engine.sampling_defaults
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, progress: bool = False
     ) -> list[Completion]:
         """Continues prompts.
 
         Args:
             prompts: A text, or token ids, or a list of these.
-            params: For all prompts, or one for each; ``None`` takes the model's defaults.
+            sampling_params: For all prompts, or one for each; ``None`` takes the model's defaults.
             progress: Show a progress bar.
 
         Returns:
@@ -99,12 +99,12 @@ class LLM:
             InvalidRequestError: A prompt or its parameters cannot be served; nothing has run then.
             EngineDeadError: The engine cannot go on.
         """
-        return self._run([self._tokenize(prompt) for prompt in _as_list(prompts)], params, progress=progress)
+        return self._run([self._tokenize(prompt) for prompt in _as_list(prompts)], sampling_params, progress=progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
     ) -> list[Completion]:
@@ -112,7 +112,7 @@ class LLM:
 
         Args:
             messages: One conversation, or a list of them; a message has ``role`` and ``content``.
-            params: As for :meth:`generate`.
+            sampling_params: As for :meth:`generate`.
             progress: As for :meth:`generate`.
 
         Returns:
@@ -127,7 +127,7 @@ class LLM:
         tokenizer = self._engine.tokenizer
         rendered = [tokenizer.render_chat(conversation) for conversation in conversations]
         prompts = [(text, tokenizer.encode(text, add_special_tokens=False)) for text in rendered]  # the template writes them itself
-        return self._run(prompts, params, progress=progress)
+        return self._run(prompts, sampling_params, progress=progress)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
         tokenizer = self._engine.tokenizer
@@ -137,14 +137,16 @@ class LLM:
         return tokenizer.decode(prompt, skip_special_tokens=False), prompt
 
     def _run(
-        self, prompts: Sequence[tuple[str, Sequence[int]]], params: SamplingParams | Sequence[SamplingParams] | None, *, progress: bool
+        self, prompts: Sequence[tuple[str, Sequence[int]]], sampling_params: SamplingParams | Sequence[SamplingParams] | None, *, progress: bool
     ) -> list[Completion]:
         engine = self._engine
-        if params is None:
-            params = resolve_sampling({}, engine.sampling_defaults)
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if sampling_params is None:
+            sampling_params = resolve_sampling({}, engine.sampling_defaults)
+        each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else sampling_params
         if len(each) != len(prompts):
-            raise InvalidRequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; one for all, or one for each is allowed", param="params")
+            raise InvalidRequestError(
+                f"{len(each)} sampling parameters for {len(prompts)} prompts; one for all, or one for each is allowed", param="sampling_params"
+            )
         requests = [engine.make_request(token_ids, own) for (_, token_ids), own in zip(prompts, each, strict=True)]
         outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
         for output in self._outputs(requests, progress=progress):

@@ -126,14 +126,14 @@ class Request:
     Args:
         request_id: Id that no other request in flight has.
         prompt_token_ids: Token ids of the prompt: at least one, each in ``[0, V)``.
-        params: How its tokens are chosen and what ends them.
+        sampling_params: How its tokens are chosen and what ends them.
         options: How it is treated otherwise.
         arrival_s: Time of its arrival, by ``time.monotonic()``, in seconds.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
-    params: SamplingParams
+    sampling_params: SamplingParams
     options: RequestOptions = dataclasses.field(default_factory=RequestOptions)
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
 

@@ -64,7 +64,7 @@ class ServedEngine(Protocol):
     def sampling_defaults(self) -> Mapping[str, Any]: ...
 
     def make_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
         """A request, checked as far as possible before it runs.
 

@@ -41,7 +41,7 @@ class RequestLog:
             last: Its last output.
         """
         if logger.isEnabledFor(logging.INFO):
-            fields = {"request": request.request_id, **_outcome(request, last), **self._model, **_sampling(request.params)}
+            fields = {"request": request.request_id, **_outcome(request, last), **self._model, **_sampling(request.sampling_params)}
             logger.info("%s", " ".join(f"{name}={_text(value)}" for name, value in fields.items() if value is not None))
 
     @functools.cached_property
@@ -90,17 +90,17 @@ def _durations(times: RequestTimes, num_tokens: int) -> dict[str, float | None]:
     }
 
 
-def _sampling(params: SamplingParams) -> dict[str, Any]:
+def _sampling(sampling_params: SamplingParams) -> dict[str, Any]:
     """What its client asked for; of stop strings, which are its words, the number."""
     return {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "seed": params.seed,
-        "max_tokens": params.max_tokens,
-        "num_stops": len(params.stop) + len(params.stop_token_ids),
-        "ignore_eos": params.ignore_eos,
+        "temperature": sampling_params.temperature,
+        "top_k": sampling_params.top_k,
+        "top_p": sampling_params.top_p,
+        "min_p": sampling_params.min_p,
+        "seed": sampling_params.seed,
+        "max_tokens": sampling_params.max_tokens,
+        "num_stops": len(sampling_params.stop) + len(sampling_params.stop_token_ids),
+        "ignore_eos": sampling_params.ignore_eos,
     }
 
 

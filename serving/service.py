@@ -171,7 +171,7 @@ class InferenceService:
     def make_request(
         self,
         token_ids: list[int],
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         request_id: str,
         options: RequestOptions,
         *,
@@ -182,22 +182,22 @@ class InferenceService:
 
         Args:
             token_ids: The prompt.
-            params: From ``sampling_params``.
+            sampling_params: From ``sampling_params``.
             request_id: Unique.
             options: From ``request_options``.
             truncate_prompt_tokens: Keep only that many tokens at the end; -1 keeps as many as leave room for ``max_tokens``.
-            default_max_tokens: Limit where ``params`` has none, as far as the context has room: nobody asked for it, so it is no reason to refuse.
+            default_max_tokens: Limit where ``sampling_params`` has none, as far as the context has room: nobody asked for it, so it is no reason to refuse.
 
         Raises:
             InvalidRequestError: Empty prompt, ids out of range.
             ContextLengthError: Too long.
         """
         if truncate_prompt_tokens is not None:
-            token_ids = self._truncated(token_ids, truncate_prompt_tokens, params.max_tokens or default_max_tokens or 1)
+            token_ids = self._truncated(token_ids, truncate_prompt_tokens, sampling_params.max_tokens or default_max_tokens or 1)
         room = self.engine.max_model_len - len(token_ids)
-        if params.max_tokens is None and default_max_tokens is not None and room > 0:
-            params = dataclasses.replace(params, max_tokens=min(default_max_tokens, room))
-        return self.engine.make_request(token_ids, params, request_id, options)
+        if sampling_params.max_tokens is None and default_max_tokens is not None and room > 0:
+            sampling_params = dataclasses.replace(sampling_params, max_tokens=min(default_max_tokens, room))
+        return self.engine.make_request(token_ids, sampling_params, request_id, options)
 
     def _truncated(self, token_ids: list[int], limit: int, num_new_tokens: int) -> list[int]:
         max_model_len = self.engine.max_model_len
@@ -222,7 +222,7 @@ class InferenceService:
         if num_requests == 1:
             return
         limits, scheduler, num_slots = self.tenants.of(requests[0].options.tenant), self.config.scheduler, self.engine.max_num_seqs
-        num_tokens = sum(len(request.prompt_token_ids) + (request.params.max_tokens or 0) for request in requests)
+        num_tokens = sum(len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 0) for request in requests)
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests) if num_requests > num_slots else 0
         for wanted, allowed, what, setting in (
             (num_requests, limits.max_requests, "requests in flight", "tenants.max_requests"),

@@ -116,7 +116,7 @@ def open_tracer(endpoint: str, version: str) -> RequestTracer:
 
 
 def _attributes(request: Request, last: RequestOutput, model: str) -> dict[str, str | int | float | list[str]]:
-    params, usage = request.params, last.usage
+    sampling_params, usage = request.sampling_params, last.usage
     attributes: dict[str, str | int | float | list[str]] = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.response.model": model,
@@ -124,9 +124,9 @@ def _attributes(request: Request, last: RequestOutput, model: str) -> dict[str, 
         "gen_ai.response.finish_reasons": [str(last.finish_reason)],
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.temperature": sampling_params.temperature,
+        "gen_ai.request.top_p": sampling_params.top_p,
+        "gen_ai.request.top_k": sampling_params.top_k,
         "jaxserve.cached_tokens": usage.cached_tokens,
     }
-    return attributes if params.max_tokens is None else attributes | {"gen_ai.request.max_tokens": params.max_tokens}
+    return attributes if sampling_params.max_tokens is None else attributes | {"gen_ai.request.max_tokens": sampling_params.max_tokens}

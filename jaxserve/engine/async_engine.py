@@ -90,7 +90,7 @@ class AsyncEngine:
     # -- Requests -----------------------------------------------------------------------------------------------------------------------------
 
     def make_request(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+        self, prompt_token_ids: Iterable[int], sampling_params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
         """A request, checked as far as possible before it runs; see :meth:`Engine.make_request`.
 
@@ -99,7 +99,7 @@ class AsyncEngine:
             EngineNotReadyError: The engine is starting or draining.
             EngineDeadError: The engine is dead.
         """
-        return self._admitting().make_request(prompt_token_ids, params, request_id, options)
+        return self._admitting().make_request(prompt_token_ids, sampling_params, request_id, options)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Runs a request and yields its outputs; the last one has a finish reason. Outputs that wait for a slow consumer are joined into one.

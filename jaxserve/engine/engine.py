@@ -201,13 +201,13 @@ class Engine:
         return self._runner.is_compiling
 
     def make_request(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+        self, prompt_token_ids: Iterable[int], sampling_params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
         """Checks everything about a request that can be known before it runs; see :class:`Door`.
 
         Args:
             prompt_token_ids: Token ids of the prompt.
-            params: Sampling parameters and limits of the output.
+            sampling_params: Sampling parameters and limits of the output.
             request_id: Id that no other request in flight has; ``None`` makes one.
             options: How to treat the request; ``None`` for the defaults.
 
@@ -215,11 +215,11 @@ class Engine:
             InvalidRequestError: The prompt is empty, or an id in the prompt or among the stop tokens is not an integer in ``[0, V)``.
             ContextLengthError: The request has more tokens than the model's context or the page pool can hold.
         """
-        token_ids = self._door.check(prompt_token_ids, params)
+        token_ids = self._door.check(prompt_token_ids, sampling_params)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
-            params=params,
+            sampling_params=sampling_params,
             options=options or RequestOptions(),
             arrival_s=self._clock(),
         )
@@ -237,7 +237,7 @@ class Engine:
             OverloadedError: The queue is full, or too long for the request's deadline.
         """
         self._check_id(request)
-        max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.params)
+        max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.sampling_params)
         scheduler = self._scheduler
         load = Load(
             num_queued=scheduler.num_queued,
@@ -266,7 +266,7 @@ class Engine:
             InvalidRequestError: A request with the same id is in flight already.
         """
         self._check_id(request)
-        max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.params)
+        max_tokens = self._door.max_tokens(len(request.prompt_token_ids), request.sampling_params)
         self._time_limits.watch(self._queue(request, max_tokens, max_tokens), may_wait_for_ever=True)
 
     def pause(self, request_id: str) -> None:
@@ -293,10 +293,14 @@ class Engine:
             raise InvalidRequestError(f"request id {request.request_id!r} is in flight already", param="request_id")
 
     def _queue(self, request: Request, max_tokens: int, wanted_max_tokens: int) -> Sequence:
-        prompt, params = request.prompt_token_ids, request.params
-        text = TextMaker(params, self.tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)) if request.options.detokenize else None
-        processor = OutputProcessor(TokenRules(params, self._eos_token_ids, max_tokens), text)
-        seed = self._seeds.getrandbits(32) if params.seed is None else fold_seed(params.seed)
+        prompt, sampling_params = request.prompt_token_ids, request.sampling_params
+        text = (
+            TextMaker(sampling_params, self.tokenizer.detokenizer(prompt, skip_special_tokens=sampling_params.skip_special_tokens))
+            if request.options.detokenize
+            else None
+        )
+        processor = OutputProcessor(TokenRules(sampling_params, self._eos_token_ids, max_tokens), text)
+        seed = self._seeds.getrandbits(32) if sampling_params.seed is None else fold_seed(sampling_params.seed)
         sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=self._namespace(request.options))
         self._scheduler.add(sequence)
         self._admission.enter(sequence, self._clock())

@@ -77,7 +77,7 @@ class RemoteEngine:
     # -- Requests -----------------------------------------------------------------------------------------------------------------------------
 
     def make_request(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
+        self, prompt_token_ids: Iterable[int], sampling_params: SamplingParams, request_id: str | None = None, options: RequestOptions | None = None
     ) -> Request:
         """A request, checked like that of ``Engine.make_request``.
 
@@ -90,8 +90,8 @@ class RemoteEngine:
         assert self._door is not None
         return Request(
             request_id=request_id or uuid.uuid4().hex,
-            prompt_token_ids=self._door.check(prompt_token_ids, params),
-            params=params,
+            prompt_token_ids=self._door.check(prompt_token_ids, sampling_params),
+            sampling_params=sampling_params,
             options=dataclasses.replace(options or RequestOptions(), detokenize=False),
             arrival_s=time.monotonic(),
         )
@@ -208,8 +208,8 @@ class RemoteEngine:
         self._send_frame(self._encoder.encode(messages))
 
     def _make_text(self, request: Request) -> TextMaker:
-        detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens)
-        return TextMaker(request.params, detokenizer)
+        detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, skip_special_tokens=request.sampling_params.skip_special_tokens)
+        return TextMaker(request.sampling_params, detokenizer)
 
     def _built(self) -> EngineFacts:
         if self._facts is None:

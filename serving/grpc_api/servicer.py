@@ -54,13 +54,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             self._check(request.model)
             given = _sampling_given(request)
             with client_names({"prompt": request.WhichOneof("input") or "input"}):
-                params = service.sampling_params(given)
+                sampling_params = service.sampling_params(given)
                 traceparent = metadata_value(context.invocation_metadata(), "traceparent") or None
                 options = service.request_options(_given(request, OPTION_FIELDS), TENANT.get(), traceparent)
                 token_ids = await self._prompt(request)
                 truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
                 request_id = _request_id(request.request_id)
-                engine_request = service.make_request(token_ids, params, request_id, options, truncate_prompt_tokens=truncate)
+                engine_request = service.make_request(token_ids, sampling_params, request_id, options, truncate_prompt_tokens=truncate)
             async with contextlib.aclosing(service.run(engine_request)) as outputs:
                 async for output in outputs:
                     yield _response(output)

@@ -83,12 +83,12 @@ async def complete(service: InferenceService, http_request: HttpRequest, body: C
     """Answers ``/v1/completions``; several prompts run side by side and answer as choices in their order."""
 
     async def prepare(answer_id: str) -> list[Request]:
-        params = service.sampling_params(body.sampling_given())
+        sampling_params = service.sampling_params(body.sampling_given())
         options = _options(service, http_request, body)
         token_ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         request_ids = [answer_id] if len(token_ids) == 1 else [f"{answer_id}-{index}" for index in range(len(token_ids))]
         limits = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "default_max_tokens": DEFAULT_COMPLETION_TOKENS}
-        requests = [service.make_request(ids, params, request_id, options, **limits) for ids, request_id in zip(token_ids, request_ids, strict=True)]
+        requests = [service.make_request(ids, sampling_params, request_id, options, **limits) for ids, request_id in zip(token_ids, request_ids, strict=True)]
         service.check_together(requests)
         return requests
 
@@ -110,7 +110,7 @@ async def chat(service: InferenceService, http_request: HttpRequest, body: ChatB
             given["max_tokens"] = body.max_completion_tokens
             names["max_tokens"] = "max_completion_tokens"
         with client_names(names):
-            params = service.sampling_params(given)
+            sampling_params = service.sampling_params(given)
             options = _options(service, http_request, body)
             token_ids = await service.encode_chat(
                 body.messages,
@@ -118,7 +118,7 @@ async def chat(service: InferenceService, http_request: HttpRequest, body: ChatB
                 add_special_tokens=body.add_special_tokens,
                 template_vars=body.chat_template_kwargs,
             )
-            return [service.make_request(token_ids, params, answer_id, options, truncate_prompt_tokens=body.truncate_prompt_tokens)]
+            return [service.make_request(token_ids, sampling_params, answer_id, options, truncate_prompt_tokens=body.truncate_prompt_tokens)]
 
     return await _answer(service, http_request, body, ChatForm(), prepare)
 

@@ -252,7 +252,7 @@ class FakeEngine:
         return [1]
 
     def make_request(self, token_ids: list[int], params: SamplingParams) -> Request:
-        return Request(request_id="r", prompt_token_ids=token_ids, params=params)
+        return Request(request_id="r", prompt_token_ids=token_ids, sampling_params=params)
 
     def add(self, request: Request) -> None:
         self._pending = list(self._script)

@@ -24,7 +24,7 @@ BUCKETS = make_buckets((8, 16), (2, 4), max_tokens=32, max_rows=MAX_SEQS, table_
 
 def make_sequence(slot: int, length: int, pages: list[int], temperature: float = 0.5) -> Sequence:
     params = SamplingParams(temperature=temperature, top_k=slot, top_p=0.9, min_p=0.25, seed=slot)
-    request = Request(request_id=str(slot), prompt_token_ids=range(100 * slot, 100 * slot + length), params=params)
+    request = Request(request_id=str(slot), prompt_token_ids=range(100 * slot, 100 * slot + length), sampling_params=params)
     sequence = Sequence.of(request, seed=2**32 - 1 - slot, max_tokens=8)
     sequence.page_ids, sequence.slot, sequence.tenure = pages, slot, next(TENURES)
     return sequence
@@ -62,7 +62,7 @@ def test_unpacking_gives_what_was_scheduled(parts: list[tuple[int, int]], random
         assert ragged.page_table_BM[row, : len(sequence.page_ids)].tolist() == sequence.page_ids
         assert step_input.slot_B[row] == sequence.slot
         assert step_input.last_token_B[row] == token + item.num_tokens - 1
-        params = sequence.request.params
+        params = sequence.request.sampling_params
         assert sampling.temperature_B[row] == np.float32(params.temperature) and sampling.top_p_B[row] == np.float32(params.top_p)
         assert sampling.min_p_B[row] == np.float32(params.min_p) and sampling.top_k_B[row] == (params.top_k or OFF)
         assert sampling.seed_B[row] == sequence.seed and sampling.position_B[row] == end
@@ -154,7 +154,7 @@ def test_the_host_takes_the_program_with_the_fewest_stages_that_serves_all_rows(
     def sampling(*names: str) -> str:
         items = []
         for slot, name in enumerate(names):
-            request = Request(request_id=name, prompt_token_ids=[1], params=SamplingParams(**kinds[name]))
+            request = Request(request_id=name, prompt_token_ids=[1], sampling_params=SamplingParams(**kinds[name]))
             sequence = Sequence.of(request, seed=9, max_tokens=8)
             sequence.page_ids, sequence.slot, sequence.tenure = [slot], slot, next(TENURES)
             items.append(ScheduledSequence(sequence, 0, 1, True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engine.prompts import PROMPTS
 from tests.real_models import require_model
 
 slow = pytest.mark.slow
+NUM_PROMPTS, NUM_TOKENS = 6, 8
 MESHES = [
     MeshShape(2, 3), pytest.param(MeshShape(1, 3), marks=slow), pytest.param(MeshShape(3, 1), marks=slow), pytest.param(MeshShape(2, 1), marks=slow),
     pytest.param(MeshShape(8, 1), marks=slow),
@@ -28,11 +30,9 @@ def tokens_on(mesh: MeshShape) -> list[tuple[int, ...]]:
         scheduler=SchedulerConfig(max_num_seqs=2, max_tokens_per_step=64),
         engine=EngineConfig(layers="scan", token_buckets=(64,), sequence_buckets=(2,), compilation_cache=False),
     )
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True) if index % 2 else SamplingParams(seed=index, top_p=0.9, max_tokens=16, ignore_eos=True)
-        for index in range(len(PROMPTS))
-    ]
-    return [completion.token_ids for completion in LLM(config=config).generate(list(PROMPTS), params)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = [greedy if index % 2 else dataclasses.replace(greedy, temperature=1.0, seed=index, top_p=0.9) for index in range(NUM_PROMPTS)]
+    return [completion.token_ids for completion in LLM(config=config).generate(list(PROMPTS[:NUM_PROMPTS]), params)]
 
 
 @functools.cache
@@ -44,5 +44,5 @@ def tokens_on_one_device() -> list[tuple[int, ...]]:
 def test_a_mesh_gives_the_tokens_of_one_device(mesh: MeshShape) -> None:
     require_model("smollm2-135m")
     got = tokens_on(mesh)
-    assert all(len(tokens) == 16 for tokens in got)
+    assert all(len(tokens) == NUM_TOKENS for tokens in got)
     assert got == tokens_on_one_device()

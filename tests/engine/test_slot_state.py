@@ -110,7 +110,7 @@ def test_a_long_fill_comes_in_portions_and_each_rank_has_its_own() -> None:
     for each in starts:
         ranks.append([])
         for slot, start in enumerate(each):
-            request = Request(request_id="", prompt_token_ids=rng.integers(0, VOCAB, start + 1).tolist(), params=SamplingParams())
+            request = Request(request_id="", prompt_token_ids=rng.integers(0, VOCAB, start + 1).tolist(), sampling_params=SamplingParams())
             sequence = Sequence.of(request, seed=0, max_tokens=1)
             sequence.slot = sequence.tenure = slot
             ranks[-1].append(ScheduledSequence(sequence, start, 1, True))

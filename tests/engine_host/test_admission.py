@@ -326,7 +326,7 @@ class TestTime:
 
     def test_expiry_forgets_those_that_have_ended(self) -> None:
         expiry = Expiry()
-        sequences = [Sequence.of(Request(request_id="r", prompt_token_ids=[1], params=SamplingParams()), seed=0, max_tokens=1) for _ in range(1000)]
+        sequences = [Sequence.of(Request(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams()), seed=0, max_tokens=1) for _ in range(1000)]
         for i, sequence in enumerate(sequences):
             sequence.order = (0.0, i)
             expiry.add(sequence, 10.0 + i)

@@ -48,7 +48,7 @@ class Loop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.streams = Streams(self._send, lambda: None, lambda request: TextMaker(request.params, FakeTokenizer().detokenizer(())))
+        self.streams = Streams(self._send, lambda: None, lambda request: TextMaker(request.sampling_params, FakeTokenizer().detokenizer(())))
         self.commands: list[Command] = []
         self._thread = engine_thread(engine)
         self._client = 1

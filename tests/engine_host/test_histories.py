@@ -89,7 +89,7 @@ class Histories(RuleBasedStateMachine):
 
     def _add(self, prompt: list[int], max_tokens: int, seed: int, options: RequestOptions) -> None:
         self.num_added += 1
-        request = Request(request_id=f"s{self.num_added}", prompt_token_ids=prompt, params=SamplingParams(), options=options, arrival_s=self.now_s)
+        request = Request(request_id=f"s{self.num_added}", prompt_token_ids=prompt, sampling_params=SamplingParams(), options=options, arrival_s=self.now_s)
         sequence = Sequence.of(request, seed=seed, max_tokens=max_tokens, namespace=(options.cache_salt or "").encode())
         sequence.lag = Lag.SITS_OUT if self.num_added % 8 == 0 else Lag.NONE
         self.live.append(sequence)

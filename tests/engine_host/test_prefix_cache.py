@@ -278,7 +278,7 @@ class TestInTheScheduler:
         return Scheduler(num_pages, 4, config, num_ranks=num_ranks, make_cache=make, can_copy_pages=can_copy_pages), runner
 
     def sequence(self, prompt: SequenceOf[int], max_tokens: int = 4, session_id: str | None = None) -> Sequence:
-        request = Request(request_id="s", prompt_token_ids=list(prompt), params=SamplingParams(), options=RequestOptions(session_id=session_id))
+        request = Request(request_id="s", prompt_token_ids=list(prompt), sampling_params=SamplingParams(), options=RequestOptions(session_id=session_id))
         return Sequence.of(request, seed=1, max_tokens=max_tokens)
 
     @KINDS

@@ -18,7 +18,9 @@ from tests.engine_host.fakes import results_of
 
 
 def make_sequence(name: str, *, arrival_s: float = 0.0, prompt_len: int = 1, max_tokens: int = 1, **options: Any) -> Sequence:
-    request = Request(request_id=name, prompt_token_ids=[1] * prompt_len, params=SamplingParams(), options=RequestOptions(**options), arrival_s=arrival_s)
+    request = Request(
+        request_id=name, prompt_token_ids=[1] * prompt_len, sampling_params=SamplingParams(), options=RequestOptions(**options), arrival_s=arrival_s
+    )
     return Sequence.of(request, seed=0, max_tokens=max_tokens)
 
 

@@ -21,7 +21,7 @@ from tests.engine_host.fakes import FakeRunner, plain_run, results_of
 
 def make_sequence(name: str, prompt_len: int, max_tokens: int, seed: int = 0) -> Sequence:
     prompt = [(seed + 7 * i + len(name)) % 256 for i in range(prompt_len)]
-    request = Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams())
+    request = Request(request_id=name, prompt_token_ids=prompt, sampling_params=SamplingParams())
     return Sequence.of(request, seed=seed, max_tokens=max_tokens)
 
 

@@ -107,7 +107,9 @@ class FakeAsyncEngine:
         if num_tokens > self.max_model_len:
             param = "prompt" if params.max_tokens is None else "max_tokens"
             raise ContextLengthError(f"maximum context length is {self.max_model_len} tokens, got {num_tokens}", param=param)
-        return Request(request_id=request_id or f"r{len(self.requests)}", prompt_token_ids=prompt_token_ids, params=params, options=options or RequestOptions())
+        return Request(
+            request_id=request_id or f"r{len(self.requests)}", prompt_token_ids=prompt_token_ids, sampling_params=params, options=options or RequestOptions()
+        )
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if self.state == "dead":
@@ -116,7 +118,7 @@ class FakeAsyncEngine:
             raise InvalidRequestError(f"request id {request.request_id!r} is in flight already", param="request_id")
         self.requests.append(request)
         stopped = self.running[request.request_id] = asyncio.Event()
-        num_tokens = request.params.max_tokens or self.max_model_len - len(request.prompt_token_ids)
+        num_tokens = request.sampling_params.max_tokens or self.max_model_len - len(request.prompt_token_ids)
         text = expected_text(request.prompt_token_ids, num_tokens)
         try:
             for index, letter in enumerate(text):
@@ -127,7 +129,7 @@ class FakeAsyncEngine:
                 if index == self.fail_after:
                     yield self._output(request, index, "", "error", error=to_data(EngineError("the step failed")))
                     return
-                stop = letter if letter in request.params.stop else None
+                stop = letter if letter in request.sampling_params.stop else None
                 last = stop is not None or index == num_tokens - 1
                 reason = "stop" if stop else "length" if last else None
                 yield self._output(request, index + 1, "" if stop else letter, reason, stop_reason=stop)

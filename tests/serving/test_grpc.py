@@ -79,8 +79,8 @@ def test_sampling_fields_have_presence() -> None:
         given |= {"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False}
         await generate(stub, text="hi", **given, n=1, repetition_penalty=1.0, presence_penalty=0.0, min_tokens=0)
         await generate(stub, text="hi", truncate_prompt_tokens=2, add_special_tokens=False, request_id="mine")
-        assert engine.requests[0].params == SamplingParams(**given | {"stop": ("x",), "stop_token_ids": (9,)})
-        assert engine.requests[1].params == SamplingParams(temperature=0.5)
+        assert engine.requests[0].sampling_params == SamplingParams(**given | {"stop": ("x",), "stop_token_ids": (9,)})
+        assert engine.requests[1].sampling_params == SamplingParams(temperature=0.5)
         assert (engine.requests[1].request_id, list(engine.requests[1].prompt_token_ids)) == ("mine", list(b"hi"))
 
     with_stub(scenario, engine)

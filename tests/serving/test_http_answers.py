@@ -132,9 +132,9 @@ def test_sampling_fields_reach_the_engine_and_omitted_ones_take_the_models_defau
     given = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": -7, "stop": ["x"], "stop_token_ids": [9], "ignore_eos": True}
     given |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
     ask("POST", COMPLETIONS, engine=engine, json={"prompt": "hi", **given, "temperature": None})
-    assert engine.requests[0].params == SamplingParams(**given | {"stop": ("x",), "stop_token_ids": (9,)}, max_tokens=16, temperature=0.5)
+    assert engine.requests[0].sampling_params == SamplingParams(**given | {"stop": ("x",), "stop_token_ids": (9,)}, max_tokens=16, temperature=0.5)
     ask("POST", CHATS, engine=engine, json=CHAT | {"temperature": 0, "max_tokens": None})
-    assert engine.requests[1].params == SamplingParams(temperature=0.0)
+    assert engine.requests[1].sampling_params == SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_tokens"), [(10, 16), (500, 12), (511, 1)])

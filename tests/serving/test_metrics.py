@@ -255,7 +255,7 @@ def test_times_between_tokens_are_each_request_s_own() -> None:
     """Two in every step, one of which misses one; another begins meanwhile."""
 
     def sequence(arrival_s: float) -> Sequence:
-        request = Request(request_id=str(arrival_s), prompt_token_ids=[1], params=SamplingParams(), arrival_s=arrival_s)
+        request = Request(request_id=str(arrival_s), prompt_token_ids=[1], sampling_params=SamplingParams(), arrival_s=arrival_s)
         new = Sequence.of(request, seed=0, max_tokens=9)
         new.scheduled_s = arrival_s + 0.25
         return new

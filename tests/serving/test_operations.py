@@ -147,7 +147,9 @@ def test_the_log_has_one_line_for_each_end_and_quotes_what_clients_wrote(caplog:
     caplog.set_level(logging.INFO, "jaxserve.serving")
     log = RequestLog(Config(), FakeAsyncEngine())  # pyright: ignore[reportArgumentType]
     params = SamplingParams(temperature=0.25, stop=("a stop text",), seed=7)
-    request = Request(request_id="one\nfinish=stop", prompt_token_ids=[1, 2, 3], params=params, options=RequestOptions(tenant="team", session_id="hidden"))
+    request = Request(
+        request_id="one\nfinish=stop", prompt_token_ids=[1, 2, 3], sampling_params=params, options=RequestOptions(tenant="team", session_id="hidden")
+    )
     times = RequestTimes(arrival_s=10.0, scheduled_s=10.5, first_token_s=11.0, last_token_s=12.0, finished_s=12.25)
     log(request, ended(request, times=times))
     never_ran = RequestTimes(arrival_s=10.0, scheduled_s=None, first_token_s=None, last_token_s=None, finished_s=12.0)
@@ -165,7 +167,7 @@ def test_the_log_has_one_line_for_each_end_and_quotes_what_clients_wrote(caplog:
 
 def test_the_log_can_be_switched_off_and_a_failing_observer_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "jaxserve.serving")
-    request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams())
+    request = Request(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
     Observers(server_config(log_requests=False), FakeAsyncEngine())(request, ended(request))  # pyright: ignore[reportArgumentType]
     assert not caplog.records
     engine = FakeAsyncEngine()

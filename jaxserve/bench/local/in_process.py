@@ -221,6 +221,6 @@ def _request(engine: Engine, planned: PlannedRequest, prompt: list[int]) -> Requ
     Raises:
         InvalidRequestError: It is longer than the engine can ever hold.
     """
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=planned.output_len)
+    sampling_params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=planned.output_len)
     tenant = "" if planned.tenant is None else f"tenant-{planned.tenant}"
-    return engine.make_request(prompt, params, options=RequestOptions(tenant=tenant, priority=planned.priority or 0))
+    return engine.make_request(prompt, sampling_params, options=RequestOptions(tenant=tenant, priority=planned.priority or 0))

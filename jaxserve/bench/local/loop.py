@@ -68,11 +68,11 @@ class Loop:
         """
         engine = self._make_engine(overlap, num_streams, num_steps)
         device = engine.runner if isinstance(engine.runner, SimulatedDevice) else None
-        params = SamplingParams(max_tokens=num_steps + 2 * _WARMUP_STEPS, temperature=0.0, ignore_eos=True)
+        sampling_params = SamplingParams(max_tokens=num_steps + 2 * _WARMUP_STEPS, temperature=0.0, ignore_eos=True)
         requests: list[str] = []
         for number in range(num_streams + num_waiting):
             prompt = [(number + place) % engine.spec.vocab_size for place in range(_PROMPT_TOKENS)]
-            request = engine.make_request(prompt, params, options=RequestOptions(detokenize=False))
+            request = engine.make_request(prompt, sampling_params, options=RequestOptions(detokenize=False))
             engine.add(request)
             requests.append(request.request_id)
         with FullCollections():
@@ -88,9 +88,7 @@ class Loop:
             engine.abort(request_id)
         while engine.has_work:
             engine.step()
-        return LoopRun(
-            overlap=overlap, num_streams=num_streams, num_waiting=num_waiting, idle=idle, host_s=cpu_s / num_steps, tokens_per_s=num_tokens / wall_s
-        )
+        return LoopRun(overlap=overlap, num_streams=num_streams, num_waiting=num_waiting, idle=idle, host_s=cpu_s / num_steps, tokens_per_s=num_tokens / wall_s)
 
 
 def simulated_loop(config: Config, spec: ModelSpec, tokenizer: Tokenizer, *, step_s: float) -> Loop:

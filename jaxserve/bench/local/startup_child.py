@@ -55,8 +55,8 @@ def start(config_file: Path, interpreter_s: float) -> dict[str, Any]:
     stopwatch.watch(build, "load_tokenizer", "tokenizer")
     engine = build.build_engine(config)
     with stopwatch.phase("first token"):
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        engine.add(engine.make_request(range(PROMPT_LEN), params))
+        sampling_params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        engine.add(engine.make_request(range(PROMPT_LEN), sampling_params))
         while engine.has_work:
             engine.step()
     phases = {"interpreter": interpreter_s} | stopwatch.read()

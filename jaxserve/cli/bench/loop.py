@@ -54,6 +54,4 @@ def loop(
         measured.run(overlap=overlap, num_streams=count, num_steps=steps, num_waiting=num_waiting)
         for _ in range(repeats) for count in counts for num_waiting in ((0,) if real else dict.fromkeys((0, waiting))) for overlap in (False, True)
     ]  # fmt: skip
-    options.all_of(
-        lambda: print_loop(runs, tables_console(), device=device), lambda: options.write_json(json_file, to_json(runs, device=device))
-    )
+    options.all_of(lambda: print_loop(runs, tables_console(), device=device), lambda: options.write_json(json_file, to_json(runs, device=device)))

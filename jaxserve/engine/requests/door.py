@@ -27,7 +27,7 @@ class Door:
         self._num_pages = num_pages
         self._page_size = page_size
 
-    def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
+    def check(self, prompt_token_ids: Iterable[int], sampling_params: SamplingParams) -> list[int]:
         """The prompt's token ids as plain integers, after all checks of the request.
 
         Raises:
@@ -41,11 +41,11 @@ class Door:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
         self._check_vocabulary(token_ids, "prompt")
-        self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
-        self.max_tokens(len(token_ids), params)
+        self._check_vocabulary(sampling_params.stop_token_ids, "stop_token_ids")
+        self.max_tokens(len(token_ids), sampling_params)
         return token_ids
 
-    def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+    def max_tokens(self, num_prompt_tokens: int, sampling_params: SamplingParams) -> int:
         """Largest number of tokens to generate: the requested number, or if there is none, as many as fit.
 
         Raises:
@@ -58,23 +58,23 @@ class Door:
                 f"at most {max_len - 1} are allowed, to leave room for one more. Please reduce the length of the prompt.",
                 param="prompt",
             )
-        num_tokens = num_prompt_tokens + (params.max_tokens or 1)
+        num_tokens = num_prompt_tokens + (sampling_params.max_tokens or 1)
         if num_tokens > max_len:
             raise ContextLengthError(
                 f"This model's maximum context length is {max_len} tokens. However, you requested {num_tokens} tokens "
-                f"({num_prompt_tokens} in the prompt, {params.max_tokens} for the completion). Please reduce the length of the prompt or max_tokens.",
+                f"({num_prompt_tokens} in the prompt, {sampling_params.max_tokens} for the completion). Please reduce the length of the prompt or max_tokens.",
                 param="max_tokens",
             )
         pool_tokens = self._num_pages * self._page_size
         if num_tokens > pool_tokens:
             raise ContextLengthError(
                 f"This server's KV cache can hold at most {pool_tokens} tokens ({self._num_pages} pages of {self._page_size}). However, you requested "
-                f"{num_tokens} tokens ({num_prompt_tokens} in the prompt, {params.max_tokens or 'at least 1'} for the completion), which need "
+                f"{num_tokens} tokens ({num_prompt_tokens} in the prompt, {sampling_params.max_tokens or 'at least 1'} for the completion), which need "
                 f"{ceil_div(num_tokens, self._page_size)} pages. Please reduce the length of the prompt or max_tokens, or serve with a larger "
                 f"cache.num_pages.",
-                param="prompt" if params.max_tokens is None else "max_tokens",
+                param="prompt" if sampling_params.max_tokens is None else "max_tokens",
             )
-        return params.max_tokens or min(max_len, pool_tokens) - num_prompt_tokens
+        return sampling_params.max_tokens or min(max_len, pool_tokens) - num_prompt_tokens
 
     def _check_vocabulary(self, token_ids: SequenceOf[int], param: str) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:

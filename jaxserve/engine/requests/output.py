@@ -117,14 +117,14 @@ class TokenRules:
     """The rules that end a generation by its tokens alone: end-of-sequence ids, stop token ids and the limit of its length.
 
     Args:
-        params: The request's sampling parameters.
+        sampling_params: The request's sampling parameters.
         eos_token_ids: The model's end-of-sequence ids.
         max_tokens: Largest number of tokens to generate, ``>= 1``.
     """
 
-    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], max_tokens: int) -> None:
-        self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
-        self._last_token_ids = self._eos_token_ids.union(params.stop_token_ids)
+    def __init__(self, sampling_params: SamplingParams, eos_token_ids: frozenset[int], max_tokens: int) -> None:
+        self._eos_token_ids: frozenset[int] = frozenset() if sampling_params.ignore_eos else eos_token_ids
+        self._last_token_ids = self._eos_token_ids.union(sampling_params.stop_token_ids)
         self._max_tokens = max_tokens
         self._num_tokens = 0
 
@@ -140,14 +140,14 @@ class TextMaker:
     """Makes the text of a generation, and finds the stop string that ends it.
 
     Args:
-        params: The request's sampling parameters.
+        sampling_params: The request's sampling parameters.
         detokenizer: A detokenizer that knows the prompt, whose text it does not repeat.
     """
 
-    def __init__(self, params: SamplingParams, detokenizer: Detokenizer) -> None:
+    def __init__(self, sampling_params: SamplingParams, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._include_stop = params.include_stop_str_in_output
-        self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None
+        self._include_stop = sampling_params.include_stop_str_in_output
+        self._matcher = StopMatcher(sampling_params.stop, include=sampling_params.include_stop_str_in_output) if sampling_params.stop else None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None, int]:
         """Takes the next generated tokens, none of which is the last by :class:`TokenRules`.

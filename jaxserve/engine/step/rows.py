@@ -43,8 +43,8 @@ def _filter(name: str, dtype: type[np.generic], off: float, meaning: str, read: 
     """A field of a filter, which is off in a greedy row: one row's filter makes the sampler search for the thresholds of all."""
 
     def of(sequence: Sequence) -> float:
-        params = sequence.request.params
-        return off if params.greedy else read(params)
+        sampling_params = sequence.request.sampling_params
+        return off if sampling_params.greedy else read(sampling_params)
 
     return RowField(name=name, dtype=dtype, default=off, meaning=meaning, of=of, stage="filters")
 
@@ -56,11 +56,11 @@ ROW_FIELDS: tuple[RowField, ...] = (
     RowField(name="begins", dtype=np.int32, default=0, meaning="1 to reset the slot's wide state first: its owner is new, and nothing was filled."),
     RowField(
         name="temperature", dtype=np.float32, default=0.0, meaning="Divides the logits; 0 is greedy.",
-        of=lambda sequence: sequence.request.params.temperature, stage="temperature",
+        of=lambda sequence: sequence.request.sampling_params.temperature, stage="temperature",
     ),
-    _filter("top_k", np.int32, OFF, "Most tokens that are kept.", lambda params: params.top_k if params.top_k > 0 else OFF),
-    _filter("top_p", np.float32, 1.0, "Share of the probability that is kept.", lambda params: params.top_p),
-    _filter("min_p", np.float32, 0.0, "Least probability that is kept, relative to the likeliest token's.", lambda params: params.min_p),
+    _filter("top_k", np.int32, OFF, "Most tokens that are kept.", lambda sampling_params: sampling_params.top_k if sampling_params.top_k > 0 else OFF),
+    _filter("top_p", np.float32, 1.0, "Share of the probability that is kept.", lambda sampling_params: sampling_params.top_p),
+    _filter("min_p", np.float32, 0.0, "Least probability that is kept, relative to the likeliest token's.", lambda sampling_params: sampling_params.min_p),
     RowField(name="seed", dtype=np.uint32, default=0, meaning="Seed of the sequence's randomness.", of=lambda sequence: sequence.seed),
 )  # fmt: skip
 """The columns of a row, in packed order, before its page table."""

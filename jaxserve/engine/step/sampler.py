@@ -51,7 +51,7 @@ class LogitsStage:
 
     Args:
         name: Field of the row schema; a row needs the stage if its value is not the default.
-        apply: Function ``apply(logits_BV, params)`` that returns the changed logits. It works elementwise in V, because it may get a part of the vocabulary.
+        apply: Function ``apply(logits_BV, rows)`` that returns the changed logits. It works elementwise in V, because it may get a part of the vocabulary.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Filter:
 
     Args:
         name: Field of the row schema; a row needs the filter if its value is not the default.
-        search: Function ``search(weights, params, total)`` that returns each row's threshold, 0 for a row whose filter is off. ``weights`` are those left by
+        search: Function ``search(weights, rows, total)`` that returns each row's threshold, 0 for a row whose filter is off. ``weights`` are those left by
             the earlier filters; ``total`` adds up a number of each row over all parts of the vocabulary.
     """
 
@@ -72,18 +72,18 @@ class Filter:
     search: Callable[[Array, SamplingArrays, Callable[[Array], Array]], Array]
 
 
-def when(name: str, params: SamplingArrays, sampling: Sampling, needed: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
+def when(name: str, rows: SamplingArrays, sampling: Sampling, needed: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
     """The result of ``needed()`` if any row has a field that is not the default, else of ``otherwise()``. Only one of them is computed.
 
     Args:
         name: Field of the row schema that has a stage.
-        params: Sampling parameters of each row.
+        rows: Sampling parameters of each row.
         sampling: Kind of program. ``any`` decides on the device. The others have a fixed set of stages, and the host calls one that has all the stages needed.
         needed: Computes the result with the stage.
         otherwise: Computes the result without the stage.
     """
     if sampling == "any":
-        return lax.cond(params.need(name), needed, otherwise)
+        return lax.cond(rows.need(name), needed, otherwise)
     return needed() if _FIELDS[name].stage in SAMPLING_STAGES[sampling] else otherwise()
 
 
@@ -92,7 +92,7 @@ LOGITS_STAGES: tuple[LogitsStage, ...] = ()
 
 
 def sample(
-    logits_BV: Float[Array, "B V"], params: SamplingArrays, *, sampling: Sampling = "any", stages: Sequence[LogitsStage] = LOGITS_STAGES
+    logits_BV: Float[Array, "B V"], rows: SamplingArrays, *, sampling: Sampling = "any", stages: Sequence[LogitsStage] = LOGITS_STAGES
 ) -> Int32[Array, "B"]:
     """One token id for each row of logits.
 
@@ -102,27 +102,27 @@ def sample(
 
     Args:
         logits_BV: Logits of the whole vocabulary.
-        params: Sampling parameters of each row.
+        rows: Sampling parameters of each row.
         sampling: Kind of program, whose stages must include all that the rows need.
         stages: Changes of the logits, which come first.
     """
     vocab_size = logits_BV.shape[1]
 
-    def drawn(logits_BV: Array, params: SamplingArrays) -> Array:
+    def drawn(logits_BV: Array, rows: SamplingArrays) -> Array:
         chunked = split_into_chunks(logits_BV)
-        weights = weigh(chunked, chunked.max((1, 2)), params)
-        weights = keep(weights, threshold(weights, params, sampling))
+        weights = weigh(chunked, chunked.max((1, 2)), rows)
+        weights = keep(weights, threshold(weights, rows, sampling))
         running = jnp.cumsum(weights.sum(-1), axis=-1)
         # Logits that are NaN draw nothing in particular, but an id of the vocabulary.
-        drawn_B = jnp.minimum(find(weights, running, uniform(params) * running[:, -1]), vocab_size - 1)
-        return jnp.where(params.temperature_B > 0, drawn_B, argmax(chunked))
+        drawn_B = jnp.minimum(find(weights, running, uniform(rows) * running[:, -1]), vocab_size - 1)
+        return jnp.where(rows.temperature_B > 0, drawn_B, argmax(chunked))
 
-    return choose(logits_BV, params, sampling, stages, vocab_size, drawn, lambda logits_BV: argmax(split_into_chunks(logits_BV)))
+    return choose(logits_BV, rows, sampling, stages, vocab_size, drawn, lambda logits_BV: argmax(split_into_chunks(logits_BV)))
 
 
 def choose(
     logits_BV: Float[Array, "B V"],
-    params: SamplingArrays,
+    rows: SamplingArrays,
     sampling: Sampling,
     stages: Sequence[LogitsStage],
     vocab_size: int,
@@ -133,21 +133,21 @@ def choose(
 
     Args:
         logits_BV: Logits of the vocabulary, or of this device's part.
-        params: Sampling parameters of each row.
+        rows: Sampling parameters of each row.
         sampling: See :func:`sample`.
         stages: See :func:`sample`.
         vocab_size: V, the size of the whole vocabulary.
         drawn: Chooses the tokens from the changed logits by the parameters of each row.
         greedy: Chooses the tokens if all rows are greedy.
     """
-    params = params._replace(top_k_B=jnp.where(params.top_k_B < vocab_size, params.top_k_B, OFF))
+    rows = rows._replace(top_k_B=jnp.where(rows.top_k_B < vocab_size, rows.top_k_B, OFF))
     for stage in stages:
-        logits_BV = _changed(stage, logits_BV, params, sampling)
-    return when("temperature", params, sampling, lambda: drawn(logits_BV, params), lambda: greedy(logits_BV))
+        logits_BV = _changed(stage, logits_BV, rows, sampling)
+    return when("temperature", rows, sampling, lambda: drawn(logits_BV, rows), lambda: greedy(logits_BV))
 
 
-def _changed(stage: LogitsStage, logits_BV: Array, params: SamplingArrays, sampling: Sampling) -> Array:
-    return when(stage.name, params, sampling, lambda: stage.apply(logits_BV, params), lambda: logits_BV)
+def _changed(stage: LogitsStage, logits_BV: Array, rows: SamplingArrays, sampling: Sampling) -> Array:
+    return when(stage.name, rows, sampling, lambda: stage.apply(logits_BV, rows), lambda: logits_BV)
 
 
 def split_into_chunks(logits_BV: Float[Array, "B V"]) -> Float[Array, "B C chunk"]:
@@ -166,13 +166,13 @@ def argmax(chunked: Float[Array, "B C chunk"]) -> Int32[Array, "B"]:
     return (chunk_B * CHUNK + within_B).astype(jnp.int32)
 
 
-def weigh(logits: Float[Array, "B *some"], largest_B: Float[Array, "B"], params: SamplingArrays) -> Float[Array, "B *some"]:
+def weigh(logits: Float[Array, "B *some"], largest_B: Float[Array, "B"], rows: SamplingArrays) -> Float[Array, "B *some"]:
     """The weights of tokens: their probabilities relative to the most likely token's, in [0, 1].
 
     ``largest_B`` is each row's largest logit. It is subtracted first, so that a tiny temperature gives exp(-inf) = 0 and never inf - inf.
     """
     shape = (-1, *(1,) * (logits.ndim - 1))
-    temperature_B = jnp.where(params.temperature_B > 0, params.temperature_B, 1.0)
+    temperature_B = jnp.where(rows.temperature_B > 0, rows.temperature_B, 1.0)
     return jnp.exp((logits - largest_B.reshape(shape)) / temperature_B.reshape(shape))
 
 
@@ -182,42 +182,42 @@ def keep(weights: Float[Array, "B C chunk"], threshold_B: Float[Array, "B"]) -> 
 
 
 def threshold(
-    weights: Float[Array, "B C chunk"], params: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
+    weights: Float[Array, "B C chunk"], rows: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
 ) -> Float[Array, "B"]:
     """The smallest weight that each row's tokens must have to pass all filters.
 
     Args:
         weights: Weights from :func:`weigh`, of the whole vocabulary or of a part.
-        params: Sampling parameters of each row.
+        rows: Sampling parameters of each row.
         sampling: See :func:`sample`.
         total: Adds up a number of each row over all parts of the vocabulary.
     """
-    threshold_B = jnp.zeros_like(params.top_p_B)
+    threshold_B = jnp.zeros_like(rows.top_p_B)
     for each in FILTERS:
-        found_B = search(each, weights, params, sampling, total)
+        found_B = search(each, weights, rows, sampling, total)
         weights = keep(weights, found_B)
         threshold_B = jnp.maximum(threshold_B, found_B)
-    return jnp.maximum(threshold_B, params.min_p_B)  # min-p's own value is a weight: there is nothing to search for
+    return jnp.maximum(threshold_B, rows.min_p_B)  # min-p's own value is a weight: there is nothing to search for
 
 
 def search(
-    which: Filter, weights: Float[Array, "B C chunk"], params: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
+    which: Filter, weights: Float[Array, "B C chunk"], rows: SamplingArrays, sampling: Sampling, total: Callable[[Array], Array] = lambda part_B: part_B
 ) -> Float[Array, "B"]:
     """The smallest weight that each row's tokens must have to pass one filter; for the arguments see :func:`threshold`."""
-    return when(which.name, params, sampling, lambda: which.search(weights, params, total), lambda: jnp.zeros_like(params.top_p_B))
+    return when(which.name, rows, sampling, lambda: which.search(weights, rows, total), lambda: jnp.zeros_like(rows.top_p_B))
 
 
-def _search_top_k(weights: Array, params: SamplingArrays, total: Callable[[Array], Array]) -> Array:
+def _search_top_k(weights: Array, rows: SamplingArrays, total: Callable[[Array], Array]) -> Array:
     # Counted in float32, exact below 2**24: a sum of booleans took four times as long on CPU.
-    count_B = params.top_k_B.astype(jnp.float32)
+    count_B = rows.top_k_B.astype(jnp.float32)
     found_B = _largest_threshold(weights, lambda kept: total(jnp.where(kept, 1.0, 0.0).sum((1, 2))), count_B)
-    return jnp.where(params.top_k_B < OFF, found_B, 0.0)
+    return jnp.where(rows.top_k_B < OFF, found_B, 0.0)
 
 
-def _search_top_p(weights: Array, params: SamplingArrays, total: Callable[[Array], Array]) -> Array:
-    target_B = params.top_p_B * total(weights.sum((1, 2)))
+def _search_top_p(weights: Array, rows: SamplingArrays, total: Callable[[Array], Array]) -> Array:
+    target_B = rows.top_p_B * total(weights.sum((1, 2)))
     found_B = _largest_threshold(weights, lambda kept: total(jnp.where(kept, weights, 0.0).sum((1, 2))), target_B)
-    return jnp.where(params.top_p_B < 1.0, found_B, 0.0)
+    return jnp.where(rows.top_p_B < 1.0, found_B, 0.0)
 
 
 TOP_K, TOP_P = Filter("top_k", _search_top_k), Filter("top_p", _search_top_p)
@@ -241,13 +241,13 @@ def _largest_threshold(weights: Array, measure: Callable[[Array], Array], target
     return lax.bitcast_convert_type(low, jnp.float32)
 
 
-def uniform(params: SamplingArrays) -> Float[Array, "B"]:
+def uniform(rows: SamplingArrays) -> Float[Array, "B"]:
     """A random number in [0, 1) for each row, from its seed and position."""
 
     def one(seed: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position))
 
-    return jax.vmap(one)(params.seed_B, params.position_B)
+    return jax.vmap(one)(rows.seed_B, rows.position_B)
 
 
 def find(weights: Float[Array, "B C chunk"], running_BC: Float[Array, "B C"], target_B: Float[Array, "B"]) -> Int32[Array, "B"]:
