@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -14,6 +14,18 @@ from jaxserve.errors import UnsupportedModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_CHARACTER_BYTES = 4
+
+
+class _Cache(dict[int, bytes]):
+    """The bytes of tokens that have been asked for; ``make`` gives those of a new one."""
+
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._make(token_id)
+        return piece
 
 
 class TokenBytes:
@@ -32,7 +44,8 @@ class TokenBytes:
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
         self._special = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._cache: dict[int, bytes] = {}
+        self._all = _Cache(self._bytes_of)
+        self._not_special = _Cache(lambda token_id: b"" if token_id in self._special else self._all[token_id])
         self._byte_level = self._byte_fallback = self.strips_first_space = False
         self._replacements: list[tuple[str, str]] = []
         for step in _decoder_steps(backend):
@@ -44,15 +57,15 @@ class TokenBytes:
 
     def of(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id that the tokenizer does not have (models pad their vocabulary)."""
-        piece = self._cache.get(token_id)
-        if piece is None:
-            token = self._backend.id_to_token(token_id)
-            piece = self._cache[token_id] = b"" if token is None else self._convert(token)
-        return piece
+        return self._all[token_id]
 
     def join(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> bytes:
         """The bytes of several tokens."""
-        return b"".join(self.of(token_id) for token_id in token_ids if not (skip_special_tokens and token_id in self._special))
+        return b"".join(map((self._not_special if skip_special_tokens else self._all).__getitem__, token_ids))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else self._convert(token)
 
     def _convert(self, token: str) -> bytes:
         if self._byte_level:
