@@ -26,7 +26,7 @@ from tests.instructions import count_instructions, peak_bytes
 
 PAGE_SIZE = 16
 MOST_ROWS = 256
-MOST_INSTRUCTIONS_A_ROW, MOST_INSTRUCTIONS_A_STEP = (450, 3000) if sys.version_info >= (3, 13) else (800, 4000)
+MOST_INSTRUCTIONS_A_ROW, MOST_INSTRUCTIONS_A_STEP = (450, 3000) if sys.version_info >= (3, 13) else (500, 4000)
 """Bytecode instructions of a decode, and those of a step apart from its rows. Before Python 3.13 the same code has more of them."""
 MOST_BYTES_A_ROW = 400
 """Held on the way of a step, for each of its rows."""
