@@ -13,9 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from jaxserve.config import Config
-from jaxserve.errors import EngineDeadError
 from jaxserve.serving.contract import HostedEngine, MeasuredEngine
-from jaxserve.serving.front_end import STATE_POLL_S, run_front_end
+from jaxserve.serving.front_end import run_front_end
 from jaxserve.serving.front_ends.fleet import serve_in_processes
 from jaxserve.serving.grpc_api.server import GrpcServer
 from jaxserve.serving.http_api.app import create_app
@@ -73,27 +72,7 @@ async def _serve_here(config: Config, engine: MeasuredEngine, stop: asyncio.Even
         grpc_server = GrpcServer(service, responses) if config.server.grpc_port is not None else None
         app = create_app(service, responses, MetricsPage(engine, service, responses))
         port, grpc_port = http_socket.getsockname()[1], None if grpc_server is None else grpc_server.port
-        is_ready = asyncio.Event()
-
-        def on_ready() -> None:
-            announce(service, port, grpc_port)
-            is_ready.set()
-
-        watch = asyncio.create_task(_stop_when_dead(engine, is_ready, stop))
-        try:
-            await run_front_end(app, service, http_socket, grpc_server, stop, on_ready)
-        finally:
-            watch.cancel()
-    if is_ready.is_set() and engine.state == "dead":
-        raise EngineDeadError("the engine has stopped; the log says why")
-
-
-async def _stop_when_dead(engine: MeasuredEngine, is_ready: asyncio.Event, stop: asyncio.Event) -> None:
-    """Sets ``stop`` when an engine that was ready cannot go on."""
-    await is_ready.wait()
-    while engine.state != "dead":
-        await asyncio.sleep(STATE_POLL_S)
-    stop.set()
+        await run_front_end(app, service, http_socket, grpc_server, stop, on_ready=lambda: announce(service, port, grpc_port))
 
 
 def announce(service: InferenceService, port: int, grpc_port: int | None) -> None:

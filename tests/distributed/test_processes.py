@@ -149,6 +149,16 @@ def test_a_lost_leader_ends_the_follower(model: Path, tmp_path: Path) -> None:
 
 
 @needs_collectives
+def test_a_dead_engine_ends_both(model: Path, tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        leader, follower = cluster.start_all(model, "engine.watchdog_s=0.001")  # no step is so short
+        answer = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": "a", "max_tokens": 20}, timeout=LIMIT_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        assert ends_within(LIMIT_S, leader, follower) == [1, 1]
+        assert "the leader (127.0.0.1) has failed: the engine has stopped" in follower.log
+
+
+@needs_collectives
 @pytest.mark.parametrize("failing", [0, 1], ids=["leader", "follower"])
 def test_a_failed_start_ends_both(model: Path, tmp_path: Path, failing: int) -> None:
     """One host does not have the model."""

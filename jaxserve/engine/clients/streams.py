@@ -61,7 +61,7 @@ class _Stream:
         self.outputs.append(output)
         if (waiter := self.waiter) is not None:
             self.waiter = None
-            if not waiter.done():  # cancelled
+            if not waiter.done():  # else the consumer was cancelled
                 waiter.set_result(None)
 
 

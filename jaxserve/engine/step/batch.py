@@ -25,6 +25,9 @@ FILL_TOKENS = 512
 NO_TOKEN = -1
 """Token id that pads a fill."""
 
+_NOWHERE = -1
+"""Position of a slot's carried token if the carry has none for its owner."""
+
 _sequence, _start, _num_tokens, _num_samples, _slot, _tenure, _page_ids = (
     attrgetter(name) for name in ("sequence", "start", "num_tokens", "num_samples", "slot", "tenure", "page_ids")
 )
@@ -94,7 +97,7 @@ class _RankRows:
         self._fills = fills
         self._tenures = np.full(max_num_seqs, NO_TENURE, np.int64)
         self._num_pages = np.zeros(max_num_seqs, np.int64)
-        self._carried = np.full(max_num_seqs, NO_TOKEN, np.int64)  # position of the token that the carry has for each slot's owner; NO_TOKEN for none
+        self._carried = np.full(max_num_seqs, _NOWHERE, np.int64)  # position of the token that the carry has for each slot's owner
 
     def pack(self, schedule: RankSchedule, bucket: Bucket, packed: np.ndarray) -> list[ScheduledSequence]:
         """Writes the rank's part of a step into ``packed`` ``[X]``, which holds zeros. Returns the sequences whose slots must be filled before the step."""
@@ -115,7 +118,7 @@ class _RankRows:
             if self._fills and item.start > 0:
                 filled.append(item)
                 begins[row] = False
-        num_pages = np.fromiter(map(len, map(_page_ids, sequences)), np.int64, num_rows)
+        num_pages = _column(len, list(map(_page_ids, sequences)))
         for row in _indices(num_pages != self._num_pages[slots]):
             self._add_pages(sequences[row])
         self._write_token_ids(scheduled, slots, starts, query_lens, packed[2:])
@@ -141,12 +144,12 @@ class _RankRows:
             assert len(known) == item.num_tokens
             token_ids[first : first + item.num_tokens] = known
         samples = _column(_num_samples, scheduled) > 0
-        self._carried[slots[samples]], self._carried[slots[~samples]] = (starts + query_lens)[samples], NO_TOKEN
+        self._carried[slots[samples]], self._carried[slots[~samples]] = (starts + query_lens)[samples], _NOWHERE
 
     def _begin(self, sequence: Sequence) -> None:
         slot = sequence.slot
         self._num_pages[slot] = 0
-        self._carried[slot] = NO_TOKEN
+        self._carried[slot] = _NOWHERE
         set_owner(self._rows[slot], sequence)
 
     def _add_pages(self, sequence: Sequence) -> None:
